@@ -1,0 +1,1 @@
+"""The fixes that ship with kvmend: one module each, beside them the tables of known sources and the proofs."""

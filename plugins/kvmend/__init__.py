@@ -1,0 +1,9 @@
+"""kvmend repairs pinned serving frameworks in place; see `kvmend --help`.
+
+Importing this package imports nothing else: it happens in every process of a server.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+__all__ = ["__version__"]

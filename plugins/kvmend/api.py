@@ -1,0 +1,41 @@
+"""Everything that a fix may import from kvmend."""
+
+from __future__ import annotations
+
+from kvmend.counters import Counters
+from kvmend.fix import (
+    AFFECTED,
+    FIXED,
+    NOT_AFFECTED,
+    UNKNOWN,
+    Body,
+    BodySource,
+    Case,
+    Context,
+    Finding,
+    Fix,
+    Framework,
+    Probe,
+    Site,
+    Sources,
+    Wrap,
+)
+
+__all__ = [
+    "AFFECTED",
+    "FIXED",
+    "NOT_AFFECTED",
+    "UNKNOWN",
+    "Body",
+    "BodySource",
+    "Case",
+    "Context",
+    "Counters",
+    "Finding",
+    "Fix",
+    "Framework",
+    "Probe",
+    "Site",
+    "Sources",
+    "Wrap",
+]

@@ -1,0 +1,194 @@
+"""Puts fixes in place and takes them off: all sites of a fix or none, read back, under one lock.
+
+Whoever asks twice, from however many threads, gets what asking once gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+
+from kvmend.counters import Counters
+from kvmend.errors import KvmendError
+from kvmend.fix import Context, Fix, Site
+from kvmend.journal import JOURNAL, Entry, Patch
+from kvmend.locate import Installation
+from kvmend.outcome import Outcome, Result
+from kvmend.plan import Plan, make_plan
+from kvmend.seams import (
+    MARK,
+    describe,
+    function_of,
+    is_original,
+    layers,
+    like,
+    loaded_from,
+    module_of,
+    parent_of,
+    raw_at,
+    still_running,
+)
+
+
+class _NotYet(KvmendError):
+    """A site does not exist yet: its module is not imported, or still running."""
+
+
+class _Conflict(KvmendError):
+    """Somebody else is at a site, and going over them could not be right."""
+
+
+def apply(fix: Fix, installation: Installation | None = None) -> Result:
+    """Plans and applies one fix in this process.
+
+    Returns:
+        The result; `armed` where the modules are not imported yet. Never raises for what a fix or a framework does.
+    """
+    with JOURNAL.lock:
+        entry = JOURNAL.entries.get(fix.id)
+        if entry is not None and entry.patches:
+            entry.result = _read_back(entry)
+            return entry.result
+        if entry is not None and entry.result.outcome is Outcome.ARMED:
+            return commit(fix.id)
+        plan = make_plan(fix, installation=installation)
+        JOURNAL.entries[fix.id] = Entry(plan=plan, result=plan.result, counters=Counters(fix.counters))
+        return commit(fix.id) if plan.sites else plan.result
+
+
+def commit(fix_id: str) -> Result:
+    """Wraps the sites of an armed fix if they all exist by now; leaves it armed otherwise."""
+    with JOURNAL.lock:
+        entry = JOURNAL.entries[fix_id]
+        if entry.patches or entry.result.outcome is not Outcome.ARMED:
+            return entry.result
+        done: list[Patch] = []
+        try:
+            context = _context(entry)
+            for site in entry.plan.sites:
+                _check(site, entry.plan)
+            for site in entry.plan.sites:
+                done.append(_wrap(site, context, entry.plan.fix))
+        except _NotYet:
+            _roll_back(done)
+            return entry.result
+        except _Conflict as error:
+            _roll_back(done)
+            entry.result = dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=str(error), sites=())
+        except Exception as error:  # whatever a wrapper factory does wrong, the server goes on without the fix
+            _roll_back(done)
+            reason = f"{type(error).__name__}: {error}; every site was put back"
+            entry.result = dataclasses.replace(entry.result, outcome=Outcome.FAILED, reason=reason, sites=())
+        else:
+            entry.patches = tuple(done)
+            entry.result = _read_back(entry)
+        return entry.result
+
+
+def remove(fix_id: str) -> Result | None:
+    """Takes a fix off: every site or none, and only where the object in place is still ours.
+
+    Returns:
+        The result: `disabled` once it is off, `conflict` where somebody is over or instead of ours and it stays;
+        None if the fix was never applied or armed here.
+    """
+    with JOURNAL.lock:
+        entry = JOURNAL.entries.get(fix_id)
+        if entry is None:
+            return None
+        for patch in entry.patches:
+            current = vars(patch.holder).get(patch.name)
+            if current is not patch.after:
+                reason = f"{patch.site.key} is now {describe(current)}; the fix stays as it is, remove that first"
+                entry.result = dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=reason)
+                return entry.result
+        _roll_back(list(entry.patches))
+        entry.patches = ()
+        entry.result = dataclasses.replace(
+            entry.result, outcome=Outcome.DISABLED, reason="removed at run time", sites=()
+        )
+        del JOURNAL.entries[fix_id]
+        return entry.result
+
+
+def results() -> list[Result]:
+    """The state of every fix in this process, read back from the objects in place."""
+    with JOURNAL.lock:
+        for entry in JOURNAL.entries.values():
+            if entry.patches:
+                entry.result = _read_back(entry)
+        return [entry.result for entry in JOURNAL.entries.values()]
+
+
+def _context(entry: Entry) -> Context:
+    plan = entry.plan
+    return Context(
+        mode=plan.result.mode,
+        features=frozenset(plan.result.features),
+        facts=plan.result.facts,
+        counters=entry.counters,
+        log=logging.getLogger(plan.fix.framework.logger),
+    )
+
+
+def _check(site: Site, plan: Plan) -> None:
+    raw = raw_at(site)
+    if raw is None:
+        if module_of(site) is not None and not still_running(site):
+            raise KvmendError(f"{site.key} is in the installed source but not in the imported module")
+        raise _NotYet(site.key)
+    judged = next((entry.path for entry in plan.result.evidence if entry.body == site.key), None)
+    loaded = loaded_from(site)
+    if judged is not None and loaded is not None and os.path.realpath(loaded) != os.path.realpath(judged):
+        raise _Conflict(f"{site.module} was imported from {loaded}, the source judged is {judged}")
+    function = function_of(raw)
+    found = list(layers(function))
+    if any(getattr(layer, MARK, None) == plan.fix.id for layer in found):
+        raise _Conflict(f"{site.key} already carries {plan.fix.id} from another copy of kvmend")
+    if not any(is_original(layer, site) for layer in found):
+        raise _Conflict(f"{site.key} was replaced by {describe(function)}, which does not call the original")
+
+
+def _wrap(site: Site, context: Context, fix: Fix) -> Patch:
+    holder, name, raw = parent_of(site), site.qualname.rpartition(".")[2], raw_at(site)
+    function = site.wrap(function_of(raw), context)
+    if not callable(function):
+        raise KvmendError(f"the wrapper for {site.key} is {function!r}, not a callable")
+    setattr(function, MARK, fix.id)
+    patch = Patch(site=site, holder=holder, name=name, before=raw, after=like(raw, function))
+    try:
+        setattr(holder, name, patch.after)
+        if vars(holder).get(name) is not patch.after:
+            raise KvmendError(f"{site.key} did not take the wrapper")
+    except BaseException:
+        _roll_back([patch])
+        raise
+    return patch
+
+
+def _roll_back(patches: list[Patch]) -> None:
+    for patch in reversed(patches):
+        setattr(patch.holder, patch.name, patch.before)
+
+
+def _read_back(entry: Entry) -> Result:
+    """The result as the objects in place have them: ours on top, ours beneath another, or ours gone."""
+    beneath = ""
+    for patch in entry.patches:
+        current = vars(patch.holder).get(patch.name)
+        if current is patch.after:
+            continue
+        ours = function_of(patch.after)
+        if any(layer is ours for layer in layers(function_of(current))):
+            beneath = f"; beneath {describe(current)} at {patch.site.key}"
+        else:
+            reason = f"{patch.site.key} was replaced by {describe(current)}, which does not call kvmend's wrapper"
+            return dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=reason)
+    over = "".join(
+        f"; over {describe(patch.before)} at {patch.site.key}"
+        for patch in entry.patches
+        if not is_original(function_of(patch.before), patch.site)
+    )
+    reason = entry.plan.result.reason + over + beneath
+    return dataclasses.replace(entry.result, outcome=Outcome.APPLIED, reason=reason)

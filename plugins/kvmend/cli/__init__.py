@@ -1,0 +1,60 @@
+"""The command `kvmend`. Errors become one line and an exit code here and nowhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from kvmend import __version__
+from kvmend.cli import catalogue, check, demo, fingerprint, verify
+from kvmend.errors import KvmendError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="kvmend")
+def cli() -> None:
+    """Repairs known KV-cache bookkeeping faults of pinned vLLM and FastDeploy servers in place."""
+
+
+for command in (
+    catalogue.list_command,
+    catalogue.explain_command,
+    check.check_command,
+    verify.verify_command,
+    demo.demo_command,
+    fingerprint.fingerprint_command,
+):
+    cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Console entry point. Exit codes: 0 good, 1 something is not as wanted, 2 wrong usage, 130 interrupted."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; prints at most one line on standard error."""
+    try:
+        code = cli.main(args=arguments, prog_name="kvmend", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Abort:
+        return _fail("interrupted", 130)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except click.ClickException as error:
+        usage = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else ""
+        return _fail(f"{error.format_message()}{f' See {usage} --help.' if usage else ''}", error.exit_code)
+    except KvmendError as error:
+        return _fail(str(error), 2)
+    except BrokenPipeError:
+        return 0
+    except Exception as error:  # nobody on call can use a traceback
+        return _fail(f"internal error: {type(error).__name__}: {error}", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"kvmend: {' '.join(message.split())}", err=True)
+    return code

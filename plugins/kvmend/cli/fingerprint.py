@@ -1,0 +1,91 @@
+"""`kvmend fingerprint`: makes the tables of known sources from released files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from packaging.version import InvalidVersion, Version
+
+from kvmend.cli.catalogue import fix_named
+from kvmend.errors import UsageError
+from kvmend.fingerprint import Generation, Table, dump_table, parse_table
+from kvmend.fix import Fix
+from kvmend.judge import read_bodies
+from kvmend.locate import Installation, locate_path
+
+
+@click.command("fingerprint")
+@click.argument("fix")
+@click.argument("sources", nargs=-1, required=True, metavar="[RELEASE=]PATH...")
+@click.option("--merge", "into", type=click.Path(path_type=Path), help="Add to this table and write it back.")
+def fingerprint_command(fix: str, sources: tuple[str, ...], into: Path | None) -> None:
+    """Fingerprints the bodies of FIX in wheels or folders; a folder without a version needs RELEASE=."""
+    record = fix_named(fix)
+    table = Table(fix=record.id, generations=())
+    if into is not None and into.exists():
+        table = parse_table(into.read_text(encoding="utf-8"), str(into))
+    with click.progressbar(sources, label="reading", item_show_func=lambda item: str(item or "")) as bar:
+        for item in bar:
+            release, installation = _source(record, item)
+            table = add(table, record, release, installation)
+    text = dump_table(table)
+    if into is None:
+        click.echo(text, nl=False)
+    else:
+        into.write_text(text, encoding="utf-8")
+        count = sum(len(generation.releases) for generation in table.generations)
+        click.echo(f"{into}: {count} releases, {len(table.generations)} different sources")
+
+
+def _source(fix: Fix, item: str) -> tuple[str, Installation]:
+    release, separator, path = item.partition("=")
+    if not separator:
+        release, path = "", item
+    installation = locate_path(fix.framework, Path(path))
+    if installation is None:
+        raise UsageError(f"{path}: no package {fix.framework.package!r} in it")
+    release = release or installation.version or ""
+    if not release:
+        raise UsageError(f"{path}: has no version; write RELEASE={path}")
+    return release, installation
+
+
+def add(table: Table, fix: Fix, release: str, installation: Installation) -> Table:
+    """The table with one more release; a release that is in it already is read anew.
+
+    Args:
+        table: The table so far.
+        fix: Whose bodies to read.
+        release: Name of the release or tree.
+        installation: Its files.
+    """
+    bodies = read_bodies(fix, installation)
+    finding = fix.probe(installation)
+    fresh = Generation(state=finding.state, features=finding.features, releases=(release,), bodies=bodies)
+    kept = []
+    for generation in table.generations:
+        others = tuple(name for name in generation.releases if name != release)
+        if generation.bodies == bodies:
+            fresh = Generation(
+                state=finding.state,
+                features=finding.features,
+                releases=tuple(sorted({*others, release}, key=order)),
+                bodies=bodies,
+            )
+        elif others:
+            kept.append(
+                Generation(
+                    state=generation.state, features=generation.features, releases=others, bodies=generation.bodies
+                )
+            )
+    ordered = sorted([*kept, fresh], key=lambda entry: order(entry.releases[0]))
+    return Table(fix=fix.id, generations=tuple(ordered))
+
+
+def order(release: str) -> tuple[int, Version, str]:
+    """Sort key of releases: versions first and in their order, names of trees after them."""
+    try:
+        return (0, Version(release), release)
+    except InvalidVersion:
+        return (1, Version("0"), release)

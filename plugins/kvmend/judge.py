@@ -1,0 +1,127 @@
+"""The verdict on an installation's source: fingerprints against the known ones, then the fix's own probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmend.errors import FingerprintError
+from kvmend.fingerprint import Table, load_table
+from kvmend.fix import AFFECTED, UNKNOWN, Finding, Fix
+from kvmend.locate import Installation
+from kvmend.outcome import Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What the source of an installation is, for one fix.
+
+    Attributes:
+        state: As in `Finding.state`; "unknown" wherever the exact source is in no table.
+        reason: One line.
+        features: As found by the probe.
+        facts: As found by the probe.
+        evidence: What was read, body by body.
+        known_as: Releases whose source is exactly this one; empty if unknown.
+        probed: What the probe alone says; decides whether `force` may go ahead.
+    """
+
+    state: str
+    reason: str
+    features: frozenset[str] = frozenset()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    evidence: tuple[Evidence, ...] = ()
+    known_as: tuple[str, ...] = ()
+    probed: str = UNKNOWN
+
+
+def read_bodies(fix: Fix, installation: Installation) -> dict[str, str | None]:
+    """Fingerprint of every body of the fix, by `module:qualname`; None where the body is not there."""
+    found = {}
+    for body in fix.read:
+        source = installation.body(body.module, body.qualname)
+        found[body.key] = source.fingerprint if source else None
+    return found
+
+
+_NOBODY: tuple[str, ...] = ()
+
+
+def judge(fix: Fix, installation: Installation) -> Judgement:
+    """Judges an installation for a fix. Reads files, imports nothing, never raises for what it reads.
+
+    A known source must also convince the probe, so a wrong table cannot make a fix touch what it does not
+    understand; an unknown source is "unknown" whatever the probe makes of it.
+    """
+    bodies = read_bodies(fix, installation)
+    table, table_error = Table(fix=fix.id, generations=()), ""
+    if fix.fingerprints:
+        try:
+            table = load_table(fix.fingerprints)
+        except FingerprintError as error:
+            table_error = str(error)
+    evidence = tuple(_evidence(fix, installation, table, key, value) for key, value in bodies.items())
+    try:
+        finding = fix.probe(installation)
+    except Exception as error:  # a probe of a third party must not take a server down
+        finding = Finding(state=UNKNOWN, reason=f"the probe failed: {type(error).__name__}: {error}")
+    generation = table.match(bodies)
+    state, known_as = finding.state, _NOBODY
+    if generation is not None:
+        known_as = generation.releases
+        agreed = (finding.state, finding.features) == (generation.state, generation.features)
+        state = generation.state if agreed else UNKNOWN
+        reason = (
+            f"source is that of {_name(known_as)}; {finding.reason}"
+            if agreed
+            else f"source is that of {_name(known_as)}, yet the probe reads it as {finding.state}: {finding.reason}"
+        )
+    elif not any(bodies.values()):
+        state, reason = finding.state, finding.reason
+    elif not fix.fingerprints:
+        reason = finding.reason
+    else:
+        state = UNKNOWN
+        reason = table_error or _difference(evidence, finding)
+    return Judgement(
+        state=state,
+        reason=reason,
+        features=finding.features,
+        facts=dict(finding.facts),
+        evidence=evidence,
+        known_as=known_as,
+        probed=finding.state,
+    )
+
+
+def may_force(judgement: Judgement) -> bool:
+    """Whether an unknown source can be mended on the operator's word: the probe must still recognise the fault."""
+    return judgement.probed == AFFECTED
+
+
+def _evidence(fix: Fix, installation: Installation, table: Table, key: str, value: str | None) -> Evidence:
+    module, _, qualname = key.partition(":")
+    source = installation.body(module, qualname)
+    if source is None:
+        return Evidence(body=key, path=installation.path(module), line=None, fingerprint=None)
+    return Evidence(
+        body=key,
+        path=source.path,
+        line=source.line,
+        fingerprint=value,
+        known_as=table.releases_of(key, source.fingerprint),
+    )
+
+
+def _name(releases: tuple[str, ...]) -> str:
+    return releases[0] if len(releases) == 1 else f"{releases[0]} – {releases[-1]}"
+
+
+def _difference(evidence: tuple[Evidence, ...], finding: Finding) -> str:
+    """Names the first body that no known release has, since that is where the reader must look."""
+    looks = f"its structure looks {finding.state.replace('_', ' ')}: {finding.reason}"
+    for entry in evidence:
+        if entry.fingerprint is not None and not entry.known_as:
+            return f"{entry.body} ({entry.path}:{entry.line}) is that of no known release; {looks}"
+    return f"every body is known, but no release has this combination; {looks}"

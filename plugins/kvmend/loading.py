@@ -1,0 +1,98 @@
+"""Entry functions: what a framework's plugin loader calls in every process.
+
+They import no framework, take milliseconds, and never raise unless KVMEND_STRICT=1 asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvmend import applier, hooks, registry, report, settings
+from kvmend.errors import SettingsError, StrictError
+from kvmend.fix import Fix
+from kvmend.journal import JOURNAL
+from kvmend.outcome import Outcome, Result
+
+
+def load_vllm() -> None:
+    """Entry point of the group `vllm.general_plugins`."""
+    _load("vllm")
+
+
+def load_fastdeploy() -> None:
+    """Entry point of the plugin groups that every FastDeploy process loads."""
+    _load("fastdeploy")
+
+
+def _load(package: str) -> None:
+    try:
+        apply_all(package)
+    except StrictError:
+        raise
+    except Exception:  # a defect of ours is ours alone: the server comes up, the log says what happened
+        logging.getLogger(f"{package}.kvmend").exception("kvmend could not be loaded; no fix is in place")
+
+
+def apply_all(package: str | None = None) -> list[Result]:
+    """Applies or arms every registered fix; doing it again changes nothing.
+
+    Args:
+        package: Only fixes of the framework with this import package; every fix if None.
+
+    Returns:
+        One result per fix, in the order of their ids.
+
+    Raises:
+        StrictError: KVMEND_STRICT=1 and a wanted fix of `package` cannot do its job. Other fixes keep their state.
+    """
+    fixes, broken = registry.discover(package)
+    strict_problem, strict = "", False
+    try:
+        strict = settings.strict()
+    except SettingsError as error:
+        strict_problem = str(error)
+    results = []
+    for fix in fixes:
+        with JOURNAL.lock:
+            known = fix.id in JOURNAL.entries
+            result = applier.apply(fix) if not strict_problem else _refused(fix, strict_problem)
+            sites = JOURNAL.entries[fix.id].plan.sites if result.outcome is Outcome.ARMED else ()
+        # Outside the lock: some releases of wrapt hold a lock of their own while they run hooks, and ours take the
+        # journal's there.
+        if sites and not known:
+            hooks.arm(fix.id, sites, _settled(fix, strict))
+        elif not known:
+            report.say(fix, result)
+        results.append(result)
+    for entry in broken:
+        report.say_broken(entry)
+    report.publish()
+    if strict:
+        for fix, result in zip(fixes, results, strict=True):
+            _stop_if_wanted(fix, result)
+    return results
+
+
+def remove_all() -> list[Result]:
+    """Takes every fix off that can be taken off; last applied, first removed."""
+    with JOURNAL.lock:
+        return [result for fix_id in reversed(list(JOURNAL.entries)) if (result := applier.remove(fix_id)) is not None]
+
+
+def _refused(fix: Fix, reason: str) -> Result:
+    return Result(fix=fix.id, outcome=Outcome.FAILED, reason=reason, framework=fix.framework.name)
+
+
+def _settled(fix: Fix, strict: bool) -> hooks.Settled:
+    def settled(result: Result) -> None:
+        report.say(fix, result)
+        report.publish()
+        if strict:
+            _stop_if_wanted(fix, result)
+
+    return settled
+
+
+def _stop_if_wanted(fix: Fix, result: Result) -> None:
+    if result.outcome is not Outcome.DISABLED and not result.outcome.good:
+        raise StrictError(f"{settings.STRICT}=1: {fix.id} is {result.outcome}: {result.reason}")

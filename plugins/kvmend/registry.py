@@ -1,0 +1,52 @@
+"""Discovery of fixes: the entry-point group `kvmend.fixes`, which anybody may add to."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+
+from kvmend.fix import Fix
+
+GROUP = "kvmend.fixes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenFix:
+    """An entry point that did not give a fix.
+
+    Attributes:
+        name: Name of the entry point.
+        distribution: Who registered it, or "?".
+        reason: One line.
+    """
+
+    name: str
+    distribution: str
+    reason: str
+
+
+def discover(package: str | None = None) -> tuple[tuple[Fix, ...], tuple[BrokenFix, ...]]:
+    """Every registered fix, in the order of their ids, and what could not be loaded.
+
+    Args:
+        package: Only fixes of the framework with this import package; every fix if None.
+    """
+    fixes: dict[str, Fix] = {}
+    broken = []
+    points = importlib.metadata.entry_points(group=GROUP)
+    # One distribution seen twice on sys.path (an editable install beside a wheel) registers the same thing twice.
+    for point in sorted({(point.name, point.value): point for point in points}.values(), key=lambda each: each.name):
+        owner = point.dist.metadata["Name"] if point.dist is not None else "?"
+        try:
+            fix = point.load()
+        except Exception as error:  # a third party's import error must not keep the other fixes away
+            broken.append(BrokenFix(name=point.name, distribution=owner, reason=f"{type(error).__name__}: {error}"))
+            continue
+        if not isinstance(fix, Fix):
+            broken.append(BrokenFix(name=point.name, distribution=owner, reason=f"{point.value} is no kvmend.api.Fix"))
+        elif fix.id in fixes:
+            broken.append(BrokenFix(name=point.name, distribution=owner, reason=f"id {fix.id} is registered twice"))
+        else:
+            fixes[fix.id] = fix
+    chosen = tuple(fix for _, fix in sorted(fixes.items()) if package in (None, fix.framework.package))
+    return chosen, tuple(broken)
