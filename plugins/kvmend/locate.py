@@ -50,12 +50,14 @@ class FolderTree:
     root: Path
 
     def read(self, relative: str) -> str | None:
+        """See `Tree.read`."""
         try:
             return (self.root / relative).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return None
 
     def where(self, relative: str) -> str:
+        """See `Tree.where`."""
         return str(self.root / relative)
 
 
@@ -66,6 +68,7 @@ class WheelTree:
     path: Path
 
     def read(self, relative: str) -> str | None:
+        """See `Tree.read`."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 return archive.read(relative).decode("utf-8")
@@ -73,6 +76,7 @@ class WheelTree:
             return None
 
     def where(self, relative: str) -> str:
+        """See `Tree.where`."""
         return f"{self.path}!/{relative}"
 
 

@@ -71,7 +71,8 @@ def layers(function: Any) -> Iterator[Any]:
     A plugin that replaces a method keeps the old one in one of these places; what is in none of them is not
     called, as far as anyone can tell.
     """
-    pending, seen = [function], set()
+    pending: list[Any] = [function]
+    seen: set[int] = set()
     while pending and len(seen) < _MOST_LAYERS:
         current = pending.pop(0)
         if id(current) in seen or not callable(current):

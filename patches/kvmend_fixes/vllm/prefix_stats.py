@@ -250,7 +250,7 @@ def _close(pending: _Pending) -> None:
 
 
 def _skips_cache(request: Any) -> bool:
-    """Prompt log-probabilities need every prompt token computed; 0.8.5 counts such a request although it looks nothing up."""
+    """Prompt log-probabilities need every token computed; 0.8.5 counts such a request though it looks nothing up."""
     return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
 
 

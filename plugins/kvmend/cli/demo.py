@@ -21,9 +21,8 @@ def demo_command(fix: str | None, as_json: bool, no_http: bool, runs: int, reque
     with_demo = [record for record in all_fixes() if record.demo]
     record = fix_named(fix) if fix else with_demo[0] if with_demo else None
     if record is None or not record.demo:
-        raise UsageError(
-            f"{fix or 'no fix'} has a demo; there are: {', '.join(each.id for each in with_demo) or 'none'}"
-        )
+        there_are = ", ".join(each.id for each in with_demo) or "none"
+        raise UsageError(f"{fix or 'kvmend'} has no demo; fixes with one: {there_are}")
     module = importlib.import_module(record.demo)
     code: int = module.run({"json": as_json, "http": not no_http, "runs": runs, "requests": requests})
     return code
