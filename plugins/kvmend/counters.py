@@ -6,27 +6,47 @@ nothing else: no lock, no I/O, no allocation beyond the integer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 
 class Counters:
-    """A fixed set of integers, read and bumped as attributes."""
+    """A fixed set of integers, read and bumped as attributes.
+
+    A number that follows from others need not be counted on a hot path: see `derive`.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> int: ...
+
+        def __setattr__(self, name: str, value: int) -> None: ...
 
     def __init__(self, names: Iterable[str] = ()) -> None:
+        self.__dict__["_derived"] = {}
         for name in names:
-            setattr(self, name, 0)
+            self.__dict__[name] = 0
 
-    def __getattr__(self, name: str) -> int:
-        raise AttributeError(f"no counter {name!r}")
+    def derive(self, name: str, value: Callable[[], int]) -> None:
+        """Has a counter computed whenever somebody reads the report, instead of bumped.
 
-    def __setattr__(self, name: str, value: int) -> None:
-        object.__setattr__(self, name, value)
+        Args:
+            name: One of the declared counters.
+            value: Gives its value; called outside hot paths.
+        """
+        self.__dict__["_derived"][name] = value
 
     def as_dict(self) -> dict[str, int]:
         """Name to value, in the order of declaration."""
-        return dict(self.__dict__)
+        derived = self.__dict__["_derived"]
+        return {
+            name: derived[name]() if name in derived else value
+            for name, value in self.__dict__.items()
+            if name != "_derived"
+        }
 
     def reset(self) -> None:
         """Back to zero, in place; used in a forked child, which counts for itself."""
         for name in self.__dict__:
-            self.__dict__[name] = 0
+            if name != "_derived":
+                self.__dict__[name] = 0
