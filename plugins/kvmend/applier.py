@@ -5,9 +5,11 @@ Whoever asks twice, from however many threads, gets what asking once gives.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 
 from kvmend.counters import Counters
 from kvmend.errors import KvmendError
@@ -61,15 +63,17 @@ def commit(fix_id: str) -> Result:
     """Wraps the sites of an armed fix if they all exist by now; leaves it armed otherwise."""
     with JOURNAL.lock:
         entry = JOURNAL.entries[fix_id]
-        if entry.patches or entry.result.outcome is not Outcome.ARMED:
+        # A wrapper factory may import something, and an import may lead back here.
+        if entry.patches or entry.committing or entry.result.outcome is not Outcome.ARMED:
             return entry.result
         done: list[Patch] = []
+        entry.committing = True
         try:
             context = _context(entry)
             for site in entry.plan.sites:
                 _check(site, entry.plan)
             for site in entry.plan.sites:
-                done.append(_wrap(site, context, entry.plan.fix))
+                _wrap(site, context, entry.plan.fix, done)
         except _NotYet:
             _roll_back(done)
             return entry.result
@@ -77,12 +81,18 @@ def commit(fix_id: str) -> Result:
             _roll_back(done)
             entry.result = dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=str(error), sites=())
         except Exception as error:  # whatever a wrapper factory does wrong, the server goes on without the fix
-            _roll_back(done)
-            reason = f"{type(error).__name__}: {error}; every site was put back"
+            stuck = _roll_back(done)
+            end = f"; {', '.join(stuck)} could not be put back" if stuck else "; every site was put back"
+            reason = f"{type(error).__name__}: {error}{end}"
             entry.result = dataclasses.replace(entry.result, outcome=Outcome.FAILED, reason=reason, sites=())
+        except BaseException:
+            _roll_back(done)
+            raise
         else:
             entry.patches = tuple(done)
             entry.result = _read_back(entry)
+        finally:
+            entry.committing = False
         return entry.result
 
 
@@ -103,7 +113,11 @@ def remove(fix_id: str) -> Result | None:
                 reason = f"{patch.site.key} is now {describe(current)}; the fix stays as it is, remove that first"
                 entry.result = dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=reason)
                 return entry.result
-        _roll_back(list(entry.patches))
+        stuck = _roll_back(entry.patches)
+        if stuck:
+            reason = f"{', '.join(stuck)} would not be put back; the fix is off everywhere else"
+            entry.result = dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=reason)
+            return entry.result
         entry.patches = ()
         entry.result = dataclasses.replace(
             entry.result, outcome=Outcome.DISABLED, reason="removed at run time", sites=()
@@ -150,26 +164,31 @@ def _check(site: Site, plan: Plan) -> None:
         raise _Conflict(f"{site.key} was replaced by {describe(function)}, which does not call the original")
 
 
-def _wrap(site: Site, context: Context, fix: Fix) -> Patch:
+def _wrap(site: Site, context: Context, fix: Fix, done: list[Patch]) -> None:
+    """Wraps one site; it is in `done` before it is touched, so that whatever happens can be rolled back."""
     holder, name, raw = parent_of(site), site.qualname.rpartition(".")[2], raw_at(site)
     function = site.wrap(function_of(raw), context)
-    if not callable(function):
-        raise KvmendError(f"the wrapper for {site.key} is {function!r}, not a callable")
+    if not callable(function) or function is function_of(raw):
+        raise KvmendError(f"the wrapper for {site.key} is {function!r}, not a callable of its own")
     setattr(function, MARK, fix.id)
     patch = Patch(site=site, holder=holder, name=name, before=raw, after=like(raw, function))
-    try:
-        setattr(holder, name, patch.after)
-        if vars(holder).get(name) is not patch.after:
-            raise KvmendError(f"{site.key} did not take the wrapper")
-    except BaseException:
-        _roll_back([patch])
-        raise
-    return patch
+    done.append(patch)
+    setattr(holder, name, patch.after)
+    if vars(holder).get(name) is not patch.after:
+        raise KvmendError(f"{site.key} did not take the wrapper")
 
 
-def _roll_back(patches: list[Patch]) -> None:
+def _roll_back(patches: Sequence[Patch]) -> list[str]:
+    """Puts back what was there before; returns the keys of sites that would not have it."""
+    stuck = []
     for patch in reversed(patches):
-        setattr(patch.holder, patch.name, patch.before)
+        if vars(patch.holder).get(patch.name) is not patch.before:
+            # A holder that refuses one site must not keep the others from being put back.
+            with contextlib.suppress(Exception):
+                setattr(patch.holder, patch.name, patch.before)
+            if vars(patch.holder).get(patch.name) is not patch.before:
+                stuck.append(patch.site.key)
+    return stuck
 
 
 def _read_back(entry: Entry) -> Result:

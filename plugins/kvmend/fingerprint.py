@@ -141,7 +141,7 @@ def load_table(where: str) -> Table:
     package, _, name = where.partition(":")
     try:
         text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-    except (OSError, ModuleNotFoundError) as error:
+    except (OSError, ImportError, TypeError, ValueError) as error:  # no package, no file, not UTF-8
         raise FingerprintError(f"table of known sources {where} cannot be read: {error}") from error
     return parse_table(text, where)
 
@@ -156,6 +156,8 @@ def parse_table(text: str, where: str) -> Table:
         for number, entry in enumerate(data["generations"]):
             if entry["state"] not in STATES:
                 raise FingerprintError(f"{where}: generations[{number}].state {entry['state']!r} is not known")
+            if not entry["releases"] or not isinstance(entry["bodies"], dict):
+                raise FingerprintError(f"{where}: generations[{number}] needs a release and a mapping of bodies")
             generations.append(
                 Generation(
                     state=entry["state"],

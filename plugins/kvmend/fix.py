@@ -40,16 +40,17 @@ class Framework:
         package: The import package, as in "vllm".
         distributions: Distribution names that are known to provide the package, the usual one first.
         logger: Name of the logger whose output looks like the framework's own.
-        loader_variable: Environment variable that restricts which plugins the framework loads, or None.
         processes: Which processes load the plugin, in a few words.
+        unloadable: Why the framework's own plugin loader would leave kvmend out, one line per reason, from the
+            environment variables and the installed source; None if its loader takes everything.
     """
 
     name: str
     package: str
     distributions: tuple[str, ...]
     logger: str
-    loader_variable: str | None = None
     processes: str = ""
+    unloadable: Callable[[Mapping[str, str], Sources], tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

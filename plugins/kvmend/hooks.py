@@ -14,7 +14,6 @@ from kvmend import applier
 from kvmend.fix import Site
 from kvmend.journal import JOURNAL
 from kvmend.outcome import Outcome, Result
-from kvmend.seams import still_running
 
 Settled = Callable[[Result], None]
 
@@ -29,23 +28,27 @@ def arm(fix_id: str, sites: Sequence[Site], settled: Settled) -> None:
     """
 
     def imported(_module: ModuleType) -> None:
-        _try(fix_id, settled)
+        _try(fix_id, settled, wait=True)
 
-    for module in dict.fromkeys(site.module for site in sites):
+    modules = tuple(dict.fromkeys(site.module for site in sites))
+    # First, so that an import which another thread has begun and not ended is missed by neither.
+    sys.meta_path.insert(0, _Retry(fix_id, modules, settled))
+    for module in modules:
         wrapt.register_post_import_hook(imported, module)
-    if any(still_running(site) for site in sites):
-        _Retry.install(fix_id, settled)
 
 
-def _try(fix_id: str, settled: Settled) -> bool:
+def _try(fix_id: str, settled: Settled, *, wait: bool) -> bool:
     """Whether the fix is no longer armed."""
-    with JOURNAL.lock:
+    lock = JOURNAL.lock
+    if not lock.acquire(blocking=wait):
+        return False
+    try:
         entry = JOURNAL.entries.get(fix_id)
-        if entry is None:
-            return True
-        if entry.result.outcome is not Outcome.ARMED:
+        if entry is None or entry.result.outcome is not Outcome.ARMED:
             return True
         result = applier.commit(fix_id)
+    finally:
+        lock.release()
     if result.outcome is Outcome.ARMED:
         return False
     settled(result)
@@ -53,21 +56,21 @@ def _try(fix_id: str, settled: Settled) -> bool:
 
 
 class _Retry:
-    """Finds nothing; tries an armed fix again at the next imports.
+    """A finder that finds nothing: it tries an armed fix again at the next import of anything.
 
-    A module that was half imported when the plugin was loaded ends its import unseen by any hook. The next import
-    of anything is the earliest moment to notice, and the finder takes itself away then.
+    A module that was half imported when the plugin was loaded, by this thread or another, ends its import unseen by
+    any hook, and the next import is the earliest moment to notice. Two things the finder must not do: wait for the
+    journal, because whoever holds it may wait for the import that is going on here; and leave the list that the import
+    system is walking through, because the finder after it would be skipped. So it stays, and does nothing once done.
     """
 
-    def __init__(self, fix_id: str, settled: Settled) -> None:
+    def __init__(self, fix_id: str, modules: tuple[str, ...], settled: Settled) -> None:
         self._fix_id = fix_id
+        self._modules = modules
         self._settled = settled
-
-    @classmethod
-    def install(cls, fix_id: str, settled: Settled) -> None:
-        sys.meta_path.insert(0, cls(fix_id, settled))
+        self._done = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if self in sys.meta_path and _try(self._fix_id, self._settled):
-            sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+        if not self._done and all(module in sys.modules for module in self._modules):
+            self._done = _try(self._fix_id, self._settled, wait=False)
         return None

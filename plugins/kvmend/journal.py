@@ -33,6 +33,7 @@ class Entry:
     counters: Counters
     patches: tuple[Patch, ...] = ()
     inherited: bool = False
+    committing: bool = False
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ def _in_forked_child() -> None:
     JOURNAL.parent, JOURNAL.pid = JOURNAL.pid, os.getpid()
     for entry in JOURNAL.entries.values():
         entry.counters.reset()
-        entry.inherited = True
+        entry.inherited, entry.committing = True, False
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

@@ -64,6 +64,8 @@ def judge(fix: Fix, installation: Installation) -> Judgement:
     evidence = tuple(_evidence(fix, installation, table, key, value) for key, value in bodies.items())
     try:
         finding = fix.probe(installation)
+        if not isinstance(finding, Finding):
+            raise TypeError(f"{finding!r} is no Finding")
     except Exception as error:  # a probe of a third party must not take a server down
         finding = Finding(state=UNKNOWN, reason=f"the probe failed: {type(error).__name__}: {error}")
     generation = table.match(bodies)

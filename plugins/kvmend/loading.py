@@ -6,12 +6,15 @@ They import no framework, take milliseconds, and never raise unless KVMEND_STRIC
 from __future__ import annotations
 
 import logging
+import os
 
 from kvmend import applier, hooks, registry, report, settings
+from kvmend.counters import Counters
 from kvmend.errors import SettingsError, StrictError
 from kvmend.fix import Fix
-from kvmend.journal import JOURNAL
+from kvmend.journal import JOURNAL, Entry
 from kvmend.outcome import Outcome, Result
+from kvmend.plan import Plan
 
 
 def load_vllm() -> None:
@@ -29,8 +32,10 @@ def _load(package: str) -> None:
         apply_all(package)
     except StrictError:
         raise
-    except Exception:  # a defect of ours is ours alone: the server comes up, the log says what happened
-        logging.getLogger(f"{package}.kvmend").exception("kvmend could not be loaded; no fix is in place")
+    except Exception as error:  # a defect of ours is ours alone: the server comes up, the log says what happened
+        if os.environ.get(settings.STRICT) == "1":
+            raise StrictError(f"{settings.STRICT}=1: kvmend could not be loaded: {error!r}") from error
+        logging.getLogger(f"{package}.kvmend").exception("kvmend could not be loaded; fixes may be missing")
 
 
 def apply_all(package: str | None = None) -> list[Result]:
@@ -43,7 +48,8 @@ def apply_all(package: str | None = None) -> list[Result]:
         One result per fix, in the order of their ids.
 
     Raises:
-        StrictError: KVMEND_STRICT=1 and a wanted fix of `package` cannot do its job. Other fixes keep their state.
+        StrictError: KVMEND_STRICT=1 and a wanted fix of `package` cannot do its job, or a registered fix is no fix.
+            Other fixes keep their state.
     """
     fixes, broken = registry.discover(package)
     strict_problem, strict = "", False
@@ -55,7 +61,7 @@ def apply_all(package: str | None = None) -> list[Result]:
     for fix in fixes:
         with JOURNAL.lock:
             known = fix.id in JOURNAL.entries
-            result = applier.apply(fix) if not strict_problem else _refused(fix, strict_problem)
+            result = _refused(fix, strict_problem) if strict_problem and _wanted(fix) else applier.apply(fix)
             sites = JOURNAL.entries[fix.id].plan.sites if result.outcome is Outcome.ARMED else ()
         # Outside the lock: some releases of wrapt hold a lock of their own while they run hooks, and ours take the
         # journal's there.
@@ -70,6 +76,9 @@ def apply_all(package: str | None = None) -> list[Result]:
     if strict:
         for fix, result in zip(fixes, results, strict=True):
             _stop_if_wanted(fix, result)
+        if broken:  # nobody can say whether this one was wanted here
+            first = f"fix {broken[0].name} of {broken[0].distribution} could not be loaded: {broken[0].reason}"
+            raise StrictError(f"{settings.STRICT}=1: {first}")
     return results
 
 
@@ -79,8 +88,20 @@ def remove_all() -> list[Result]:
         return [result for fix_id in reversed(list(JOURNAL.entries)) if (result := applier.remove(fix_id)) is not None]
 
 
+def _wanted(fix: Fix) -> bool:
+    try:
+        return settings.setting_of(fix).wanted
+    except SettingsError:
+        return True
+
+
 def _refused(fix: Fix, reason: str) -> Result:
-    return Result(fix=fix.id, outcome=Outcome.FAILED, reason=reason, framework=fix.framework.name)
+    """The result of a fix that is not tried because KVMEND_STRICT cannot be read; in the journal like any other."""
+    if fix.id not in JOURNAL.entries:
+        result = Result(fix=fix.id, outcome=Outcome.FAILED, reason=reason, framework=fix.framework.name)
+        plan = Plan(fix=fix, result=result)
+        JOURNAL.entries[fix.id] = Entry(plan=plan, result=result, counters=Counters(fix.counters))
+    return JOURNAL.entries[fix.id].result
 
 
 def _settled(fix: Fix, strict: bool) -> hooks.Settled:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,7 +52,7 @@ class FolderTree:
     def read(self, relative: str) -> str | None:
         """See `Tree.read`."""
         try:
-            return (self.root / relative).read_text(encoding="utf-8")
+            return (self.root / relative).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError):
             return None
 
@@ -71,8 +71,8 @@ class WheelTree:
         """See `Tree.read`."""
         try:
             with zipfile.ZipFile(self.path) as archive:
-                return archive.read(relative).decode("utf-8")
-        except (KeyError, UnicodeDecodeError, OSError, zipfile.BadZipFile):
+                return archive.read(relative).decode("utf-8-sig")
+        except (KeyError, UnicodeDecodeError, OSError, zipfile.BadZipFile, zlib.error):
             return None
 
     def where(self, relative: str) -> str:
@@ -159,13 +159,14 @@ def locate_installed(framework: Framework) -> Installation | None:
 def _package_folder(package: str) -> Path | None:
     module = sys.modules.get(package)
     if module is not None and getattr(module, "__file__", None):
-        return Path(str(module.__file__)).parent
+        return Path(str(module.__file__)).parent if hasattr(module, "__path__") else None
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return None
-    # A folder without __init__.py (a checkout beside the script, say) is a namespace package, not an installation.
-    if spec is None or not spec.origin or not isinstance(spec, importlib.machinery.ModuleSpec):
+    # A folder without __init__.py (a checkout beside the script, say) is a namespace package, not an installation;
+    # nor is a single file (a script that somebody named after the framework).
+    if spec is None or not spec.origin or spec.submodule_search_locations is None:
         return None
     return Path(spec.origin).parent
 

@@ -36,7 +36,7 @@ def discover(package: str | None = None) -> tuple[tuple[Fix, ...], tuple[BrokenF
     points = importlib.metadata.entry_points(group=GROUP)
     # One distribution seen twice on sys.path (an editable install beside a wheel) registers the same thing twice.
     for point in sorted({(point.name, point.value): point for point in points}.values(), key=lambda each: each.name):
-        owner = point.dist.metadata["Name"] if point.dist is not None else "?"
+        owner = _owner(point)
         try:
             fix = point.load()
         except Exception as error:  # a third party's import error must not keep the other fixes away
@@ -50,3 +50,10 @@ def discover(package: str | None = None) -> tuple[tuple[Fix, ...], tuple[BrokenF
             fixes[fix.id] = fix
     chosen = tuple(fix for _, fix in sorted(fixes.items()) if package in (None, fix.framework.package))
     return chosen, tuple(broken)
+
+
+def _owner(point: importlib.metadata.EntryPoint) -> str:
+    try:
+        return str(point.dist.metadata["Name"]) if point.dist is not None else "?"
+    except Exception:  # a dist-info folder without METADATA; each Python fails on it in its own way
+        return "?"

@@ -44,9 +44,7 @@ def say(fix: Fix, result: Result) -> None:
 
 def say_broken(entry: BrokenFix) -> None:
     """Logs that somebody's fix could not be loaded."""
-    logging.getLogger("kvmend").warning(
-        "kvmend: fix %s of %s could not be loaded: %s", entry.name, entry.distribution, entry.reason
-    )
+    _warn_once(f"kvmend: fix {entry.name} of {entry.distribution} could not be loaded: {entry.reason}")
 
 
 def line(result: Result) -> str:
@@ -118,7 +116,8 @@ def write() -> str | None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        _warn_once(f"kvmend: report not written to {folder}: {error}")
+        # Not the whole error: it names the temporary file, which is another one each time.
+        _warn_once(f"kvmend: report not written to {folder}: {error.strerror or error}")
         return None
 
 

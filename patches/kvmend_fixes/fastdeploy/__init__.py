@@ -9,6 +9,5 @@ FASTDEPLOY = Framework(
     package="fastdeploy",
     distributions=("fastdeploy-gpu", "fastdeploy-xpu", "fastdeploy", "fastdeploy-cpu"),
     logger="fastdeploy",
-    loader_variable="FD_PLUGINS",
     processes="API server, engine, workers and cache transfer processes",
 )

@@ -13,6 +13,8 @@ _Hybrid: Any = getattr(_base, "SupportsHMA", object)
 class ScriptedConnector(_base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc, unused-ignore]
     """Answers from `script`: request id to the answers still to give; the last one is given for ever.
 
+    It never claims more than the whole blocks that a request misses before its last token, as real ones do.
+
     Attributes:
         script: Answers by request id, see `kvmend_fixes.proofs._vllm_rig.Answer`; unlisted requests have 0 tokens.
         told: The local hit, in tokens, that the scheduler reported with its last question, by request id.
@@ -23,6 +25,7 @@ class ScriptedConnector(_base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc
         # Releases before 0.11 know no third argument and pass none.
         super().__init__(vllm_config, role, *(() if kv_cache_config is None else (kv_cache_config,)))
         self.script: dict[str, list[tuple[int, bool] | None]] = {}
+        self._cache_config = vllm_config.cache_config
         self.told: dict[str, int] = {}
         self.asked: dict[str, int] = {}
 
@@ -31,7 +34,13 @@ class ScriptedConnector(_base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc
         self.told[request.request_id] = num_computed_tokens
         self.asked[request.request_id] = self.asked.get(request.request_id, 0) + 1
         answers = self.script.get(request.request_id) or [(0, False)]
-        return (answers.pop(0) if len(answers) > 1 else answers[0]) or (None, False)
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer is None:
+            return None, False
+        block_size = self._cache_config.block_size
+        missing = (request.num_tokens - 1 - num_computed_tokens) // block_size * block_size
+        tokens = min(answer[0], missing)
+        return tokens, answer[1] and tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Nothing to remember: no block is ever loaded."""

@@ -26,7 +26,7 @@ Answer = tuple[int, bool] | None
 #: The counters of `PrefixCacheStats`; 0.8.5 - 0.11.0 have the first three only.
 COUNTERS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
-_CONNECTOR = "kvmend_fixes.proofs._vllm_connector"
+_CONNECTOR = "ScriptedConnector"
 _MAX_MODEL_LEN = 8192
 _MAMBA_STATE = ((4, 4),)
 
@@ -80,6 +80,7 @@ def build_scheduler(
     log_stats: bool = True,
     connector: bool = False,
     hybrid: bool = False,
+    chunked_prefill: bool = True,
     scheduler_class: Any = None,
 ) -> Any:
     """Builds a scheduler of the installed release.
@@ -93,15 +94,23 @@ def build_scheduler(
         log_stats: Whether statistics are kept.
         connector: Whether there is a KV connector; it is `scheduler.connector`, with the answers in its `script`.
         hybrid: Whether the KV cache has a Mamba group beside the full-attention group.
+        chunked_prefill: Whether a prompt may be computed in several steps.
         scheduler_class: Scheduler class; by default vLLM's `Scheduler`.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
-    config = _config(block_size, max_num_seqs, max_num_batched_tokens, enable_caching, connector, hybrid)
     scheduler_class = scheduler_class or Scheduler
-    config.scheduler_config.async_scheduling = "AsyncScheduler" in {base.__name__ for base in scheduler_class.__mro__}
+    config = _config(block_size, max_num_seqs, max_num_batched_tokens, connector)
+    # Set after the fact: the configuration's own checks want a model and the platform's consent for each of these.
+    config.model_config = TextModel(_MAX_MODEL_LEN)
+    config.cache_config.block_size = block_size
     config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.enable_prefix_caching = enable_caching
+    scheduling = config.scheduler_config
+    scheduling.disable_hybrid_kv_cache_manager = not hybrid
+    scheduling.enable_chunked_prefill = scheduling.chunked_prefill_enabled = chunked_prefill
+    scheduling.async_scheduling = any(base.__name__ == "AsyncScheduler" for base in scheduler_class.__mro__)
     arguments = _known(
         Scheduler,
         vllm_config=config,
@@ -208,10 +217,21 @@ def async_scheduler_class() -> Any:
         return None
 
 
+def computed_before(output: Any) -> dict[str, int]:
+    """Tokens computed before the step, of each request in a `SchedulerOutput`."""
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    if isinstance(cached, list):
+        before.update((one.req_id, one.num_computed_tokens) for one in cached)
+    else:
+        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return before
+
+
 def _worker_output(scheduler: Any, output: Any, loaded: frozenset[str]) -> Any:
     from vllm.v1 import outputs
 
-    before = _computed_before(output)
+    before = computed_before(output)
     ids = list(output.num_scheduled_tokens)
     done = [
         before[id_] + output.num_scheduled_tokens[id_] >= scheduler.requests[id_].num_tokens
@@ -226,7 +246,7 @@ def _worker_output(scheduler: Any, output: Any, loaded: frozenset[str]) -> Any:
         "spec_token_ids": None,
         "logprobs": None,
         "prompt_logprobs_dict": {},
-        "pooler_output": [None] * len(ids),
+        "pooler_output": [],
         "finished_recving": set(loaded),
     }
     if hasattr(outputs, "KVConnectorOutput"):
@@ -243,60 +263,34 @@ def _tokens(ids: list[int]) -> Any:
     return importlib.import_module("numpy").array(ids, dtype="int64")
 
 
-def _computed_before(output: Any) -> dict[str, int]:
-    """Tokens computed before the step, of each request in a `SchedulerOutput`."""
-    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    cached = output.scheduled_cached_reqs
-    if isinstance(cached, list):
-        before.update((one.req_id, one.num_computed_tokens) for one in cached)
-    else:
-        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return before
+def _config(block_size: int, max_num_seqs: int, max_num_batched_tokens: int, connector: bool) -> Any:
+    from vllm import config
 
-
-def _config(
-    block_size: int, max_num_seqs: int, max_num_batched_tokens: int, enable_caching: bool, connector: bool, hybrid: bool
-) -> Any:
-    from vllm import config as vllm_config
-
+    cache = _known(config.CacheConfig, block_size=block_size, gpu_memory_utilization=0.9, swap_space=0)
+    scheduling = _known(
+        config.SchedulerConfig,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=_MAX_MODEL_LEN,
+        is_encoder_decoder=False,
+        enable_chunked_prefill=True,
+    )
     with _no_accelerator():
-        made = vllm_config.VllmConfig(
-            **_known(
-                vllm_config.VllmConfig,
-                device_config=vllm_config.DeviceConfig(device="cpu"),
-                cache_config=vllm_config.CacheConfig(
-                    **_known(
-                        vllm_config.CacheConfig,
-                        block_size=block_size,
-                        gpu_memory_utilization=0.9,
-                        swap_space=0,
-                        cache_dtype="auto",
-                        enable_prefix_caching=enable_caching,
-                    )
-                ),
-                scheduler_config=vllm_config.SchedulerConfig(
-                    **_known(
-                        vllm_config.SchedulerConfig,
-                        max_num_seqs=max_num_seqs,
-                        max_num_batched_tokens=max_num_batched_tokens,
-                        max_model_len=_MAX_MODEL_LEN,
-                        is_encoder_decoder=False,
-                        enable_chunked_prefill=True,
-                    )
-                ),
-                kv_transfer_config=vllm_config.KVTransferConfig(
-                    kv_connector="ScriptedConnector", kv_connector_module_path=_CONNECTOR, kv_role="kv_both"
-                )
-                if connector
-                else None,
-            )
+        return config.VllmConfig(
+            device_config=config.DeviceConfig(device="cpu"),
+            cache_config=config.CacheConfig(**cache, cache_dtype="auto"),
+            scheduler_config=config.SchedulerConfig(**scheduling),
+            kv_transfer_config=_transfer_config() if connector else None,
         )
-    # Set after the fact: the configuration's own checks want a real model and a device's opinion on each of these.
-    made.model_config = TextModel(_MAX_MODEL_LEN)
-    made.cache_config.block_size = block_size
-    made.cache_config.enable_prefix_caching = enable_caching
-    made.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
-    return made
+
+
+def _transfer_config() -> Any:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with contextlib.suppress(ValueError):  # it is registered already
+        KVConnectorFactory.register_connector(_CONNECTOR, "kvmend_fixes.proofs._vllm_connector", _CONNECTOR)
+    return KVTransferConfig(kv_connector=_CONNECTOR, kv_role="kv_both")
 
 
 @contextlib.contextmanager

@@ -41,10 +41,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except click.exceptions.Abort:
         return _fail("interrupted", 130)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        return 2
     except click.ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # click has the class from 8.2 on
+            click.echo(error.format_message())
+            return 2
         usage = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else ""
         return _fail(f"{error.format_message()}{f' See {usage} --help.' if usage else ''}", error.exit_code)
     except KvmendError as error:

@@ -92,12 +92,8 @@ def _problems(fix: Fix, installation: Installation) -> list[dict[str, Any]]:
     if len(installation.distributions) > 1:
         names = ", ".join(f"{entry.name} {entry.version}" for entry in installation.distributions)
         problems.append(_problem(f"{names} all provide {fix.framework.package}; uninstall all but one", fatal=False))
-    variable = fix.framework.loader_variable
-    value = os.environ.get(variable) if variable else None
-    if variable == "VLLM_PLUGINS" and value is not None and "kvmend" not in value.split(","):
-        hint = " (spaces are not stripped)" if "kvmend" in [name.strip() for name in value.split(",")] else ""
-        problems.append(_problem(f"{variable}={value!r} does not name kvmend{hint}: it will not be loaded", fatal=True))
-    return problems
+    reasons = fix.framework.unloadable(os.environ, installation) if fix.framework.unloadable else ()
+    return problems + [_problem(reason, fatal=True) for reason in reasons]
 
 
 def _problem(text: str, *, fatal: bool) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -25,8 +28,8 @@ def fingerprint_command(fix: str, sources: tuple[str, ...], into: Path | None) -
     table = Table(fix=record.id, generations=())
     if into is not None and into.exists():
         table = parse_table(into.read_text(encoding="utf-8"), str(into))
-    with click.progressbar(sources, label="reading", item_show_func=lambda item: str(item or "")) as bar:
-        for item in bar:
+    with _progress(sources) as items:
+        for item in items:
             release, installation = _source(record, item)
             table = add(table, record, release, installation)
     text = dump_table(table)
@@ -36,6 +39,17 @@ def fingerprint_command(fix: str, sources: tuple[str, ...], into: Path | None) -
         into.write_text(text, encoding="utf-8")
         count = sum(len(generation.releases) for generation in table.generations)
         click.echo(f"{into}: {count} releases, {len(table.generations)} different sources")
+
+
+def _progress(sources: tuple[str, ...]) -> contextlib.AbstractContextManager[Iterable[str]]:
+    """The sources with a bar for whoever watches; standard output is the table's."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext(sources)
+    return click.progressbar(sources, label="reading", item_show_func=_shown, file=sys.stderr)
+
+
+def _shown(item: str | None) -> str:
+    return item or ""
 
 
 def _source(fix: Fix, item: str) -> tuple[str, Installation]:

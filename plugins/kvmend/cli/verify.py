@@ -56,6 +56,9 @@ def _verify(fix: Fix) -> dict[str, Any]:
     if failed:
         return row | {"verdict": "not shown", "reason": failed, "ok": False}
     row["outcome"] = after["outcome"]
+    if [case["name"] for case in before["cases"]] != [case["name"] for case in after["cases"]]:
+        reason = f"the proof gave {len(before['cases'])} cases without the fix and {len(after['cases'])} others with it"
+        return row | {"verdict": "not shown", "reason": reason, "ok": False}
     row["cases"] = [
         {"case": one["name"], "expected": one["expected"], "without": one["measured"], "with": two["measured"]}
         for one, two in zip(before["cases"], after["cases"], strict=True)
@@ -71,7 +74,11 @@ def _measure(fix: Fix, switch: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvmend-verify-") as folder:
         answer = Path(folder) / "answer.json"
         environment = os.environ | {"KVMEND": "1", fix.switch: switch}
-        environment.pop("KVMEND_STRICT", None)
+        for variable in (
+            "KVMEND_STRICT",
+            "KVMEND_STATE_DIR",
+        ):  # no server of the operator's: it stops and reports nothing
+            environment.pop(variable, None)
         command = [sys.executable, "-m", "kvmend.cli.measure", fix.id, str(answer)]
         try:
             done = subprocess.run(

@@ -1,0 +1,33 @@
+"""Fixtures of the unit tests: a toy framework in this process, and a journal that starts and ends empty."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvmend.journal import JOURNAL
+
+
+def _forget(*packages: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("KVMEND")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to import from; what was imported from it and what was applied is gone afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path
+    JOURNAL.entries.clear()
+    _forget("toyfw", "toytables", "toy_fixes", "toy_others", "broken_fixes", "foreign")

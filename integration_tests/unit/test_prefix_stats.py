@@ -1,0 +1,361 @@
+"""vllm-prefix-stats on a small manager of our own: what is held, what is settled, what is dropped."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from support.manager_double import GENERATIONS, Request, Rig, Stats, make_rig
+
+EVERY = pytest.mark.parametrize("generation", GENERATIONS)
+AT_THE_LOOKUP = pytest.mark.parametrize("generation", ["in place", "record"])
+NOTHING = (0, 0, 0)
+
+
+def counts(rig: Rig) -> tuple[int, int, int]:
+    """What the step's statistics say, once the step hands them out."""
+    found: tuple[int, int, int] = rig.manager.make_prefix_cache_stats().counts
+    return found
+
+
+@EVERY
+def test_an_admission_counts_its_lookup_once(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    rig.lookup(request)
+    assert rig.admit(request)
+    assert counts(rig) == (1, 100, 60)
+    assert counts(rig) == NOTHING
+    assert rig.counted == {"held": 1, "settled": 1, "dropped": 0}
+
+
+@EVERY
+def test_a_request_that_is_looked_up_again_counts_its_last_lookup_only(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    for hits in (0, 10, 20, 40):
+        rig.lookup(request, hits)
+    assert rig.admit(request)
+    assert counts(rig) == (1, 100, 40)
+    assert rig.counted == {"held": 4, "settled": 1, "dropped": 3}
+
+
+@EVERY
+def test_ten_thousand_deferrals_and_an_abort_count_nothing(generation: str) -> None:
+    rig = make_rig(generation)
+    request, total = Request(), [0, 0, 0]
+    for step in range(10_000):
+        rig.lookup(request)
+        if step % 100 == 0:
+            total = [old + new for old, new in zip(total, counts(rig), strict=True)]
+    assert total == [0, 0, 0]
+    assert counts(rig) == NOTHING
+    assert rig.counted == {"held": 10_000, "settled": 0, "dropped": 10_000}
+
+
+@EVERY
+def test_a_failed_allocation_counts_nothing_and_the_admission_after_a_new_lookup_counts_that_one(
+    generation: str,
+) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    rig.manager.full = True
+    rig.lookup(request, 10)
+    assert not rig.admit(request)
+    assert counts(rig) == NOTHING
+    rig.manager.full = False
+    rig.lookup(request, 30)
+    assert rig.admit(request)
+    assert counts(rig) == (1, 100, 30)
+
+
+@EVERY
+def test_an_admission_without_a_lookup_of_its_own_counts_nothing(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    rig.manager.full = True
+    rig.lookup(request)
+    rig.admit(request)
+    rig.manager.full = False
+    assert rig.admit(request)
+    assert counts(rig) == NOTHING
+
+
+@EVERY
+def test_an_admission_of_another_request_drops_a_pending_lookup(generation: str) -> None:
+    rig = make_rig(generation)
+    asked, other = Request(), Request()
+    rig.lookup(asked)
+    assert rig.admit(other)
+    assert rig.admit(asked)
+    assert counts(rig) == NOTHING
+
+
+@EVERY
+def test_a_lookup_of_another_request_drops_a_pending_one(generation: str) -> None:
+    rig = make_rig(generation)
+    first, second = Request(num_tokens=10), Request(num_tokens=1000)
+    rig.lookup(first, 5)
+    rig.lookup(second, 600)
+    assert rig.admit(second)
+    assert rig.admit(first)
+    assert counts(rig) == (1, 1000, 600)
+
+
+@EVERY
+def test_a_running_request_that_gets_more_slots_counts_nothing(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request(num_computed_tokens=32)
+    rig.lookup(request)
+    for _ in range(3):
+        assert rig.manager.allocate_slots(request, 1) is not None
+    assert counts(rig) == NOTHING
+
+
+@EVERY
+def test_many_admissions_in_one_step_add_up(generation: str) -> None:
+    rig = make_rig(generation)
+    for number in range(1, 6):
+        request = Request(num_tokens=number * 100)
+        rig.lookup(request, number)
+        rig.admit(request)
+    assert counts(rig) == (5, 1500, 15)
+
+
+@EVERY
+def test_an_admission_in_a_later_step_counts_in_that_step(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    rig.lookup(request)
+    assert counts(rig) == NOTHING
+    rig.lookup(request, 50)
+    assert rig.admit(request)
+    assert counts(rig) == (1, 100, 50)
+
+
+@AT_THE_LOOKUP
+def test_a_lookup_in_one_step_and_its_admission_in_the_next_count_in_the_next(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    rig.lookup(request)
+    assert counts(rig) == NOTHING
+    assert rig.admit(request)
+    assert counts(rig) == (1, 100, 60)
+
+
+@pytest.mark.parametrize("generation", ["record", "inline"])
+def test_a_preempted_request_is_counted_again_as_preempted(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    rig.lookup(request)
+    rig.admit(request)
+    request.preempted, request.num_computed_tokens = True, 0
+    rig.lookup(request, 90)
+    rig.lookup(request, 80)
+    rig.admit(request)
+    stats = rig.manager.make_prefix_cache_stats()
+    assert (stats.counts, stats.preempted) == ((1, 100, 60), (1, 100, 80))
+
+
+@EVERY
+def test_the_statistics_object_that_others_hold_stays_the_same_within_a_step(generation: str) -> None:
+    rig = make_rig(generation)
+    held: Stats = rig.manager.prefix_cache_stats
+    for _ in range(3):
+        request = Request()
+        rig.lookup(request)
+        assert rig.manager.prefix_cache_stats is held
+        rig.admit(request)
+        assert rig.manager.prefix_cache_stats is held
+    assert held.counts == (3, 300, 180)
+    assert rig.manager.make_prefix_cache_stats() is held
+    assert rig.manager.prefix_cache_stats is not held
+
+
+@EVERY
+def test_the_reset_flag_passes_through(generation: str) -> None:
+    rig = make_rig(generation)
+    rig.lookup(Request())
+    rig.manager.reset_prefix_cache()
+    rig.lookup(Request())
+    assert rig.manager.make_prefix_cache_stats().reset
+    assert not rig.manager.make_prefix_cache_stats().reset
+
+
+@EVERY
+def test_with_statistics_off_everything_passes_through(generation: str) -> None:
+    rig = make_rig(generation, stats=False)
+    request = Request()
+    rig.lookup(request)
+    assert rig.manager.get_computed_blocks(request) == ("blocks", 60)
+    assert rig.admit(request)
+    assert rig.manager.prefix_cache_stats is rig.manager.make_prefix_cache_stats() is None
+    assert rig.counted == {"held": 0, "settled": 0, "dropped": 0}
+
+
+@EVERY
+def test_with_caching_off_nothing_is_counted(generation: str) -> None:
+    rig = make_rig(generation, caching=False)
+    request = Request()
+    rig.lookup(request)
+    assert rig.admit(request)
+    assert counts(rig) == NOTHING
+
+
+@EVERY
+def test_a_request_that_may_not_read_the_cache_is_not_counted(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request(skip_reading_prefix_cache=True, sampling_params=SimpleNamespace(prompt_logprobs=1))
+    rig.lookup(request, 0)
+    assert rig.admit(request)
+    assert counts(rig) == NOTHING
+
+
+@AT_THE_LOOKUP
+@pytest.mark.parametrize("arity", [1, 2, 3, 4])
+def test_return_values_of_any_number_pass_through(generation: str, arity: int) -> None:
+    rig = make_rig(generation, arity=arity)
+    rig.manager.found = 7
+    assert rig.manager.get_computed_blocks(Request()) == ("blocks", 7, "more", "still more")[:arity]
+
+
+@EVERY
+def test_arguments_and_results_of_an_allocation_pass_through_pending_or_not(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    for _ in range(2):
+        assert rig.manager.allocate_slots(request, 5) == (request, 5, 4)
+        assert rig.manager.allocate_slots(request, num_new_tokens=5, num_lookahead=0) == (request, 5, 0)
+        assert rig.manager.allocate_slots(request=request, num_new_tokens=5) == (request, 5, 4)
+        rig.lookup(request)
+    with pytest.raises(TypeError):
+        rig.manager.allocate_slots(request)
+
+
+@AT_THE_LOOKUP
+def test_a_lookup_that_raises_puts_the_statistics_back_and_counts_nothing(generation: str) -> None:
+    rig = make_rig(generation)
+    held, request = rig.manager.prefix_cache_stats, Request()
+    rig.manager.broken = True
+    with pytest.raises(LookupError):
+        rig.lookup(request)
+    assert rig.manager.prefix_cache_stats is held
+    rig.admit(request)
+    assert counts(rig) == NOTHING
+
+
+def test_the_wrappers_look_like_what_they_wrap() -> None:
+    import inspect
+
+    manager = type(make_rig("record").manager)
+    assert manager.allocate_slots.__name__ == "allocate_slots"
+    assert list(inspect.signature(manager.allocate_slots).parameters) == [
+        "self",
+        "request",
+        "num_new_tokens",
+        "num_lookahead",
+    ]
+    assert manager.get_computed_blocks.__doc__ is manager.get_computed_blocks.__wrapped__.__doc__
+
+
+@EVERY
+def test_two_managers_do_not_know_of_each_others_lookups(generation: str) -> None:
+    one = make_rig(generation)
+    two = Rig(manager=type(one.manager)(), counters=one.counters, generation=generation)
+    request = Request()
+    one.lookup(request)
+    two.admit(request)
+    request.num_computed_tokens = 0
+    assert one.admit(request)
+    assert (counts(one), counts(two)) == ((1, 100, 60), NOTHING)
+
+
+@EVERY
+def test_a_dropped_request_and_a_dropped_manager_are_not_kept_alive_by_the_fix(generation: str) -> None:
+    rig = make_rig(generation)
+    request: Any = Request()
+    rig.lookup(request)
+    gone = weakref.ref(request)
+    rig.lookup(Request())
+    del request
+    assert gone() is None
+    manager = weakref.ref(rig.manager)
+    rig.manager = None
+    import gc
+
+    gc.collect()
+    assert manager() is None
+
+
+# A manager that was made before the fix came has a coordinator that does not know it --------------------------------
+
+
+def test_a_manager_older_than_the_fix_is_known_from_its_first_step_on() -> None:
+    rig = make_rig("inline")
+    del rig.manager.coordinator._kvmend_manager
+    rig.manager.make_prefix_cache_stats()
+    rig.lookup(Request())
+    assert counts(rig) == NOTHING
+
+
+def test_inline_and_plain_lookups_drop_each_other() -> None:
+    rig = make_rig("inline")
+    inline, plain = Request(num_tokens=10), Request(num_tokens=1000)
+    rig.lookup(inline, 5)
+    rig.manager.found = 600
+    rig.manager.get_computed_blocks(plain)
+    assert rig.admit(plain)
+    assert counts(rig) == (1, 1000, 600)
+    again = Request(num_tokens=2000)
+    rig.manager.get_computed_blocks(again)
+    rig.lookup(inline, 5)
+    inline.num_computed_tokens = again.num_computed_tokens = 0
+    assert rig.admit(inline)
+    assert rig.admit(again)
+    assert counts(rig) == (1, 10, 5)
+
+
+def test_an_inline_lookup_that_records_nothing_is_not_counted_as_held() -> None:
+    rig = make_rig("inline")
+    request = Request()
+    rig.manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, 1)
+    assert rig.admit(request)
+    assert counts(rig) == NOTHING
+    assert rig.counted == {"held": 0, "settled": 0, "dropped": 0}
+
+
+@EVERY
+def test_random_sequences_count_what_a_ledger_counts(generation: str) -> None:
+    for seed in range(60):
+        chance, rig, ledger, total = random.Random(seed), make_rig(generation), [0] * 6, [0] * 6
+        pending: tuple[Request, int] | None = None
+        waiting = [Request(num_tokens=chance.randrange(1, 500)) for _ in range(6)]
+        for _ in range(120):
+            request = chance.choice(waiting)
+            action = chance.choice(("lookup", "lookup and admit", "lookup and admit", "admit", "step", "preempt"))
+            rig.manager.full = chance.random() < 0.3
+            if action.startswith("lookup"):
+                hits = chance.randrange(request.num_tokens + 1)
+                rig.lookup(request, hits)
+                pending = (request, hits)
+            if action.endswith("admit"):
+                fresh = request.num_computed_tokens == 0
+                if rig.admit(request) and fresh and pending is not None and pending[0] is request:
+                    place = 3 if request.preempted else 0
+                    for offset, value in enumerate((1, request.num_tokens, pending[1])):
+                        ledger[place + offset] += value
+                pending = None
+            if action == "step":
+                stats = rig.manager.make_prefix_cache_stats()
+                total = [old + new for old, new in zip(total, (*stats.counts, *stats.preempted), strict=True)]
+                pending = None if generation == "inline" else pending
+            if action == "preempt":
+                request.num_computed_tokens, request.preempted = 0, generation != "in place"
+        stats = rig.manager.make_prefix_cache_stats()
+        total = [old + new for old, new in zip(total, (*stats.counts, *stats.preempted), strict=True)]
+        assert total == ledger, seed
+        assert rig.counted["settled"] == ledger[0] + ledger[3]
