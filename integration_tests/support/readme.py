@@ -28,11 +28,25 @@ _HEADINGS = {
     "zh": {
         "support": ("修复", "版本", "源码", "kvmend 的动作"),
         "switches": ("环境变量", "取值", "默认", "修复"),
+        "outcomes": ("结果", "含义以及该做什么"),
     },
 }
 _ACTION = {
     "en": {"affected": "mends it", "fixed": "leaves it alone (already_fixed)", "not_affected": "leaves it alone"},
     "zh": {"affected": "修复", "fixed": "不改动（already_fixed）", "not_affected": "不改动"},
+}
+
+
+_MEANING_ZH = {
+    Outcome.APPLIED: "修复已在这个进程里生效。无需任何操作。",
+    Outcome.ARMED: "框架的模块还没有导入，导入时修复就会生效。无需任何操作。",
+    Outcome.DISABLED: "被它自己的开关或 `KVMEND=0` 关掉了。",
+    Outcome.NOT_INSTALLED: "这里没有安装该框架。",
+    Outcome.NOT_AFFECTED: "这个版本没有该故障。无需任何操作。",
+    Outcome.ALREADY_FIXED: "这个版本带有上游自己的修复，没有改动任何东西。可以去掉这个修复了。",
+    Outcome.UNKNOWN_SOURCE: "安装的源码不是本版 kvmend 所认识的，没有改动任何东西。请升级 kvmend，或在看过 kvmend check 的证据后把开关设为 force。",
+    Outcome.CONFLICT: "另一个插件占用了修复所需的函数，两者无法共存。请只加载其中一个。",
+    Outcome.FAILED: "修复未能生效，一切已还原；原因里有说明。",
 }
 
 
@@ -74,7 +88,8 @@ def _switches(fixes: tuple[Fix, ...], language: str) -> str:
 
 
 def _outcomes(_fixes: tuple[Fix, ...], language: str) -> str:
-    return _table(_HEADINGS[language]["outcomes"], [(f"`{outcome}`", outcome.meaning) for outcome in Outcome])
+    meaning = _MEANING_ZH if language == "zh" else {outcome: outcome.meaning for outcome in Outcome}
+    return _table(_HEADINGS[language]["outcomes"], [(f"`{outcome}`", meaning[outcome]) for outcome in Outcome])
 
 
 BLOCKS: dict[str, Callable[[tuple[Fix, ...], str], str]] = {
