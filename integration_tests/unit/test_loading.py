@@ -40,7 +40,7 @@ def fixes(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     write_release(root)
     __import__(ENGINE)
     found: list[Any] = [make_fix()]
-    monkeypatch.setattr(registry, "discover", lambda package=None: (tuple(found), ()))
+    monkeypatch.setattr(registry, "discover", lambda: (tuple(found), ()))
     return found
 
 
@@ -285,3 +285,14 @@ def test_the_package_itself_imports_nothing() -> None:
 def test_loading_brings_in_neither_the_command_line_nor_its_libraries() -> None:
     code = "import sys\nfrom kvmend import loading\nloading.apply_all()\nanswer([n.split('.')[0] for n in sys.modules])"
     assert not {"click", "rich", "packaging", "vllm", "torch"} & set(run(code).value)
+
+
+def test_a_misspelt_switch_is_a_warning_in_every_process_that_reads_it(
+    fixes: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMEND_TOY_CUONT", "0")
+    monkeypatch.setattr("kvmend.report._warned", set())
+    loading.apply_all("toyfw")
+    loading.apply_all("toyfw")
+    warnings = [message for level, message in logged(caplog) if level == "WARNING"]
+    assert warnings == ["kvmend: KVMEND_TOY_CUONT is no switch of kvmend; misspelt?"]

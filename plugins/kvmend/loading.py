@@ -51,7 +51,8 @@ def apply_all(package: str | None = None) -> list[Result]:
         StrictError: KVMEND_STRICT=1 and a wanted fix of `package` cannot do its job, or a registered fix is no fix.
             Other fixes keep their state.
     """
-    fixes, broken = registry.discover(package)
+    registered, broken = registry.discover()
+    fixes = [fix for fix in registered if package in (None, fix.framework.package)]
     strict_problem, strict = "", False
     try:
         strict = settings.strict()
@@ -72,6 +73,8 @@ def apply_all(package: str | None = None) -> list[Result]:
         results.append(result)
     for entry in broken:
         report.say_broken(entry)
+    for name in settings.unknown_variables(registered):
+        report.warn_once(f"kvmend: {name} is no switch of kvmend; misspelt?")
     report.publish()
     if strict:
         for fix, result in zip(fixes, results, strict=True):

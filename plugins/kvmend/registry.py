@@ -25,12 +25,8 @@ class BrokenFix:
     reason: str
 
 
-def discover(package: str | None = None) -> tuple[tuple[Fix, ...], tuple[BrokenFix, ...]]:
-    """Every registered fix, in the order of their ids, and what could not be loaded.
-
-    Args:
-        package: Only fixes of the framework with this import package; every fix if None.
-    """
+def discover() -> tuple[tuple[Fix, ...], tuple[BrokenFix, ...]]:
+    """Every registered fix, in the order of their ids, and what could not be loaded."""
     fixes: dict[str, Fix] = {}
     broken = []
     points = importlib.metadata.entry_points(group=GROUP)
@@ -48,8 +44,7 @@ def discover(package: str | None = None) -> tuple[tuple[Fix, ...], tuple[BrokenF
             broken.append(BrokenFix(name=point.name, distribution=owner, reason=f"id {fix.id} is registered twice"))
         else:
             fixes[fix.id] = fix
-    chosen = tuple(fix for _, fix in sorted(fixes.items()) if package in (None, fix.framework.package))
-    return chosen, tuple(broken)
+    return tuple(fix for _, fix in sorted(fixes.items())), tuple(broken)
 
 
 def _owner(point: importlib.metadata.EntryPoint) -> str:

@@ -44,7 +44,7 @@ def say(fix: Fix, result: Result) -> None:
 
 def say_broken(entry: BrokenFix) -> None:
     """Logs that somebody's fix could not be loaded."""
-    _warn_once(f"kvmend: fix {entry.name} of {entry.distribution} could not be loaded: {entry.reason}")
+    warn_once(f"kvmend: fix {entry.name} of {entry.distribution} could not be loaded: {entry.reason}")
 
 
 def line(result: Result) -> str:
@@ -117,14 +117,15 @@ def write() -> str | None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         # Not the whole error: it names the temporary file, which is another one each time.
-        _warn_once(f"kvmend: report not written to {folder}: {error.strerror or error}")
+        warn_once(f"kvmend: report not written to {folder}: {error.strerror or error}")
         return None
 
 
 _warned: set[str] = set()
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Logs a warning, the same text once per process."""
     if message not in _warned:
         _warned.add(message)
         logging.getLogger("kvmend").warning(message)

@@ -108,7 +108,8 @@ def _by_indentation(lines: list[str], inside: frozenset[int], names: list[str]) 
     start = 0
     for depth, name in enumerate(names):
         pattern = re.compile(rf"{indent}([ \t\f]*)(?:class|def|async\s+def)\s+{re.escape(name)}\b")
-        matches = {n: match[1] for n in range(first, last) if n not in inside and (match := pattern.match(lines[n]))}
+        named = [number for number in range(first, last) if name in lines[number] and number not in inside]
+        matches = {number: match[1] for number in named if (match := pattern.match(lines[number]))}
         here = [number for number, deeper in matches.items() if not deeper]
         if len(here) != 1 or max(matches) != here[0]:
             return None

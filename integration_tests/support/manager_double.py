@@ -1,0 +1,139 @@
+"""A small cache manager of our own with the seams of vLLM's, in the three ways its releases count lookups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvmend.api import Context, Counters
+from kvmend_fixes.vllm.prefix_stats import FIX, IN_PLACE, INLINE
+
+#: How lookups are counted: attributes incremented by the lookup, `record` called by it, or also by the scheduler.
+GENERATIONS = {"in place": frozenset({IN_PLACE}), "record": frozenset(), "inline": frozenset({INLINE})}
+
+
+class Stats:
+    """Same attributes and call as vLLM's statistics of one step."""
+
+    def __init__(self) -> None:
+        self.reset = False
+        self.requests = self.queries = self.hits = 0
+        self.preempted_requests = self.preempted_queries = self.preempted_hits = 0
+
+    def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
+        for name, value in (("requests", 1), ("queries", num_tokens), ("hits", num_hits)):
+            name = f"preempted_{name}" if preempted else name
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.requests, self.queries, self.hits
+
+    @property
+    def preempted(self) -> tuple[int, int, int]:
+        return self.preempted_requests, self.preempted_queries, self.preempted_hits
+
+
+@dataclass
+class Request:
+    """What the seams read of a request."""
+
+    num_tokens: int = 100
+    num_computed_tokens: int = 0
+    preempted: bool = False
+    skip_reading_prefix_cache: bool = False
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(prompt_logprobs=None))
+
+    def __post_init__(self) -> None:
+        self.block_hashes: list[int] = []
+
+
+@dataclass
+class Rig:
+    """A wrapped manager class, and the counters of its fix."""
+
+    manager: Any
+    counters: Any
+    generation: str
+
+    def lookup(self, request: Request, hits: int = 60) -> None:
+        """Looks a request up on the generation's own path, as the scheduling loop does."""
+        self.manager.found = hits
+        if self.generation == "inline":
+            self.manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, request.num_tokens)
+            stats = self.manager.prefix_cache_stats
+            if stats is not None:
+                stats.record(request.num_tokens, hits, request.preempted)
+        else:
+            self.manager.get_computed_blocks(request)
+
+    def admit(self, request: Request) -> bool:
+        """Allocates, and on success the request has computed tokens, as after the step that ran it."""
+        if self.manager.allocate_slots(request, 16, num_lookahead=0) is None:
+            return False
+        request.num_computed_tokens = request.num_tokens
+        return True
+
+    @property
+    def counted(self) -> dict[str, int]:
+        counted: dict[str, int] = self.counters.as_dict()
+        return counted
+
+
+def make_rig(generation: str, *, caching: bool = True, stats: bool = True, arity: int = 2) -> Rig:
+    """A manager of one generation with the fix's wrappers over its methods."""
+
+    class HybridKVCacheCoordinator:
+        def find_longest_cache_hit_per_group(self, block_hashes: list[int], max_length: int) -> str:
+            return f"per group {max_length}"
+
+    class KVCacheManager:
+        def __init__(self) -> None:
+            self.enable_caching = caching
+            self.coordinator = HybridKVCacheCoordinator()
+            self.prefix_cache_stats: Stats | None = Stats() if stats else None
+            self.found = 0
+            self.full = False
+            self.broken = False
+
+        def get_computed_blocks(self, request: Request) -> tuple[Any, ...]:
+            counters: Any = self.prefix_cache_stats
+            result = ("blocks", self.found, "more", "still more")[:arity]
+            if generation != "in place" and (not self.enable_caching or request.skip_reading_prefix_cache):
+                return result
+            if counters is not None and self.enable_caching:
+                if generation == "in place":
+                    counters.requests += 1
+                    counters.queries += request.num_tokens
+                    counters.hits += self.found
+                else:
+                    counters.record(request.num_tokens, self.found, request.preempted)
+            if self.broken:
+                raise LookupError("the block table is broken")
+            return result
+
+        def allocate_slots(self, request: Request, num_new_tokens: int, num_lookahead: int = 4) -> Any:
+            return None if self.full else (request, num_new_tokens, num_lookahead)
+
+        def make_prefix_cache_stats(self) -> Stats | None:
+            made = self.prefix_cache_stats
+            if made is not None:
+                self.prefix_cache_stats = Stats()
+            return made
+
+        def reset_prefix_cache(self) -> None:
+            if self.prefix_cache_stats is not None:
+                self.prefix_cache_stats.reset = True
+
+    import logging
+
+    holders: dict[str, Any] = {"KVCacheManager": KVCacheManager, "HybridKVCacheCoordinator": HybridKVCacheCoordinator}
+    features = GENERATIONS[generation]
+    context = Context(
+        mode="1", features=features, facts={}, counters=Counters(FIX.counters), log=logging.getLogger("vllm")
+    )
+    for site in FIX.sites_for("1", features):
+        holder, _, name = site.qualname.partition(".")
+        setattr(holders[holder], name, site.wrap(vars(holders[holder])[name], context))
+    return Rig(manager=KVCacheManager(), counters=context.counters, generation=generation)
