@@ -47,8 +47,17 @@ _AGAIN = [
 def test_in_every_order_of_import_apply_and_remove_the_last_word_counts_and_nothing_is_wrapped_twice(
     tmp_path: Path, order: tuple[str, ...]
 ) -> None:
+    in_order(tmp_path, order, TWO_MODULES)
+
+
+@pytest.mark.parametrize("order", [*_ONCE[::4], *_AGAIN], ids="-".join)
+def test_the_same_holds_of_a_fix_that_is_judged_late(tmp_path: Path, order: tuple[str, ...]) -> None:
+    in_order(tmp_path, order, f"{TWO_MODULES[:-1]}, judge_late=True)")
+
+
+def in_order(tmp_path: Path, order: tuple[str, ...], fix: str) -> None:
     write_release(tmp_path)
-    register_fix(tmp_path, TWO_MODULES)
+    register_fix(tmp_path, fix)
     found, outcomes = run(_IMPORTS + "\n".join(_STEPS[step] for step in order) + _LOOK, path=[tmp_path]).value
     last = [step for step in order if step in ("apply", "remove")][-1]
     assert (found, outcomes) == ((MENDED, ["applied"]) if last == "apply" else (PLAIN, []))
@@ -75,6 +84,34 @@ def test_loading_imports_no_framework(tmp_path: Path) -> None:
         + "import sys\napply_all()\nanswer([n for n in sys.modules if n.startswith(('toyfw', 'vllm', 'torch'))])"
     )
     assert run(code, path=[tmp_path]).value == []
+
+
+def test_a_fix_that_is_judged_late_reads_no_source_before_its_module_is_imported(tmp_path: Path) -> None:
+    """Catches start-up time spent in every process on a module that only one kind of machine imports."""
+    write_release(tmp_path)
+    register_fix(tmp_path, "make_fix(judge_late=True)")
+    code = _IMPORTS + (
+        "import toyfw\n"
+        "from kvmend import locate\n"
+        "read = []\n"
+        "plain = locate.FolderTree.read\n"
+        "locate.FolderTree.read = lambda self, name: read.append(name) or plain(self, name)\n"
+        "armed = [str(result.outcome) for result in apply_all('toyfw')]\n"
+        "before = [name for name in read if name.startswith('toyfw/')]\n"
+        "import toyfw.engine\n"
+        "answer([armed, before, 'toyfw/engine.py' in read, toyfw.engine.Engine().lookup('a')])"
+    )
+    assert run(code, path=[tmp_path]).value == [["armed"], [], True, MENDED[0]]
+
+
+def test_a_fix_that_is_judged_late_ends_as_its_source_deserves_when_the_module_is_imported(tmp_path: Path) -> None:
+    write_release(tmp_path, "2.0")
+    register_fix(tmp_path, "make_fix(judge_late=True)")
+    code = _IMPORTS + (
+        "from kvmend.applier import results\n"
+        "apply_all('toyfw')\nimport toyfw.engine\nanswer([str(result.outcome) for result in results()])"
+    )
+    assert run(code, path=[tmp_path]).value == ["already_fixed"]
 
 
 # Half imported ------------------------------------------------------------------------------------------------------

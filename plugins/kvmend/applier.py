@@ -54,7 +54,8 @@ def apply(fix: Fix, installation: Installation | None = None) -> Result:
             return entry.result
         if entry is not None and entry.result.outcome is Outcome.ARMED:
             return commit(fix.id)
-        plan = make_plan(fix, installation=installation)
+        late = fix.judge_late and not any(module_of(site) for site in fix.sites)
+        plan = make_plan(fix, installation=installation, judge_now=not late)
         JOURNAL.entries[fix.id] = Entry(plan=plan, result=plan.result, counters=Counters(fix.counters))
         return commit(fix.id) if plan.sites else plan.result
 
@@ -66,6 +67,13 @@ def commit(fix_id: str) -> Result:
         # A wrapper factory may import something, and an import may lead back here.
         if entry.patches or entry.committing or entry.result.outcome is not Outcome.ARMED:
             return entry.result
+        if entry.plan.judgement is None:
+            if not any(module_of(site) for site in entry.plan.sites):
+                return entry.result
+            entry.plan = make_plan(entry.plan.fix)
+            entry.result = entry.plan.result
+            if not entry.plan.sites:
+                return entry.result
         done: list[Patch] = []
         entry.committing = True
         try:

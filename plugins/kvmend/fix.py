@@ -185,6 +185,8 @@ class Fix:
         proof: "module" with a function `measure() -> list[Case]`, run in a subprocess by `kvmend verify`; "" if none.
         demo: "module" with a function `run(options) -> int` for `kvmend demo`; "" if none.
         releases: Which releases are affected, for people, as in "0.8.5 – 0.26.0".
+        judge_late: Read no source before one of the sites' modules is imported: for modules that most processes, or
+            most machines, never import. Until then the fix is `armed`, whatever the source is.
     """
 
     id: str
@@ -204,6 +206,7 @@ class Fix:
     proof: str = ""
     demo: str = ""
     releases: str = ""
+    judge_late: bool = False
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):

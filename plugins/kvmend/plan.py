@@ -22,7 +22,7 @@ class Plan:
         result: `armed` stands for "will be applied when the framework's modules are there".
         sites: What to wrap; empty unless the result is `armed`.
         wanted: Whether the switches ask for the fix; a bad value counts as asking for it.
-        judgement: The verdict on source, or None where it was not asked for.
+        judgement: The verdict on source, or None where it was not asked for or is left for later.
     """
 
     fix: Fix
@@ -32,13 +32,20 @@ class Plan:
     judgement: Judgement | None = None
 
 
-def make_plan(fix: Fix, environ: Mapping[str, str] | None = None, installation: Installation | None = None) -> Plan:
+def make_plan(
+    fix: Fix,
+    environ: Mapping[str, str] | None = None,
+    installation: Installation | None = None,
+    *,
+    judge_now: bool = True,
+) -> Plan:
     """Plans one fix.
 
     Args:
         fix: The fix.
         environ: Environment to read switches from; the process's own if None.
         installation: Where the framework is; what `import` finds if None.
+        judge_now: If false, no source is read: a fix that is wanted here is `armed` with all of its sites.
     """
     try:
         setting = setting_of(fix, environ)
@@ -50,6 +57,9 @@ def make_plan(fix: Fix, environ: Mapping[str, str] | None = None, installation: 
     if installation is None:
         reason = f"no package {fix.framework.package!r} in this environment"
         return Plan(fix=fix, result=_result(fix, Outcome.NOT_INSTALLED, reason, mode=setting.mode))
+    if not judge_now:
+        reason = "the source is judged when the framework's module is imported"
+        return Plan(fix=fix, result=_result(fix, Outcome.ARMED, reason, mode=setting.mode), sites=fix.sites)
     verdict = judge(fix, installation)
 
     def planned(outcome: Outcome, reason: str, sites: tuple[Site, ...] = ()) -> Plan:
