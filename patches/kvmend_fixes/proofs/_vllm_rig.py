@@ -111,7 +111,7 @@ def build_scheduler(
     scheduling.disable_hybrid_kv_cache_manager = not hybrid
     scheduling.enable_chunked_prefill = scheduling.chunked_prefill_enabled = chunked_prefill
     scheduling.async_scheduling = any(base.__name__ == "AsyncScheduler" for base in scheduler_class.__mro__)
-    arguments = _known(
+    arguments = known_arguments(
         Scheduler,
         vllm_config=config,
         scheduler_config=config.scheduler_config,
@@ -142,7 +142,7 @@ def make_request(
     from vllm.v1.request import Request
 
     return Request(
-        **_known(
+        **known_arguments(
             Request,
             request_id=request_id,
             prompt_token_ids=list(token_ids),
@@ -251,7 +251,7 @@ def _worker_output(scheduler: Any, output: Any, loaded: frozenset[str]) -> Any:
     }
     if hasattr(outputs, "KVConnectorOutput"):
         fields["kv_connector_output"] = outputs.KVConnectorOutput(finished_recving=set(loaded)) if loaded else None
-    return outputs.ModelRunnerOutput(**_known(outputs.ModelRunnerOutput, **fields))
+    return outputs.ModelRunnerOutput(**known_arguments(outputs.ModelRunnerOutput, **fields))
 
 
 def _tokens(ids: list[int]) -> Any:
@@ -266,8 +266,8 @@ def _tokens(ids: list[int]) -> Any:
 def _config(block_size: int, max_num_seqs: int, max_num_batched_tokens: int, connector: bool) -> Any:
     from vllm import config
 
-    cache = _known(config.CacheConfig, block_size=block_size, gpu_memory_utilization=0.9, swap_space=0)
-    scheduling = _known(
+    cache = known_arguments(config.CacheConfig, block_size=block_size, gpu_memory_utilization=0.9, swap_space=0)
+    scheduling = known_arguments(
         config.SchedulerConfig,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -318,7 +318,7 @@ def _kv_cache(block_size: int, num_blocks: int, hybrid: bool) -> Any:
     from vllm.v1 import kv_cache_interface as kv
 
     full = kv.FullAttentionSpec(
-        **_known(
+        **known_arguments(
             kv.FullAttentionSpec,
             block_size=block_size,
             num_kv_heads=1,
@@ -330,7 +330,7 @@ def _kv_cache(block_size: int, num_blocks: int, hybrid: bool) -> Any:
     groups = [kv.KVCacheGroupSpec(["attention"], full)]
     if hybrid:
         state = kv.MambaSpec(
-            **_known(
+            **known_arguments(
                 kv.MambaSpec,
                 block_size=block_size,
                 shapes=_MAMBA_STATE,
@@ -340,7 +340,7 @@ def _kv_cache(block_size: int, num_blocks: int, hybrid: bool) -> Any:
         )
         groups.append(kv.KVCacheGroupSpec(["mamba"], state))
     return kv.KVCacheConfig(
-        **_known(kv.KVCacheConfig, num_blocks=num_blocks, kv_cache_tensors=[], tensors={}, kv_cache_groups=groups)
+        **known_arguments(kv.KVCacheConfig, num_blocks=num_blocks, kv_cache_tensors=[], tensors={}, kv_cache_groups=groups)
     )
 
 
@@ -366,7 +366,7 @@ def _hash_function() -> Any:
     return function
 
 
-def _known(callable_: Any, **offered: Any) -> dict[str, Any]:
+def known_arguments(callable_: Any, **offered: Any) -> dict[str, Any]:
     """Those of the arguments offered that the callable has parameters for."""
     parameters = inspect.signature(callable_).parameters
     return {name: value for name, value in offered.items() if name in parameters}
