@@ -18,7 +18,8 @@ FRAMEWORKS = {"vllm", "fastdeploy", "torch", "paddle"}
 FLOORS = (
     {"kvmend", "kvmend.errors", "kvmend.counters", "kvmend.outcome"},
     {"kvmend.fix"},
-    {"kvmend.api", "kvmend.fingerprint", "kvmend.settings", "kvmend.registry", "kvmend.seams"},
+    {"kvmend.fingerprint", "kvmend.settings", "kvmend.registry", "kvmend.seams"},
+    {"kvmend.api"},
     {"kvmend.source"},
     {"kvmend.locate"},
     {"kvmend.judge"},

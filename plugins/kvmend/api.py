@@ -20,6 +20,7 @@ from kvmend.fix import (
     Sources,
     Wrap,
 )
+from kvmend.settings import strict
 
 __all__ = [
     "AFFECTED",
@@ -38,4 +39,5 @@ __all__ = [
     "Site",
     "Sources",
     "Wrap",
+    "strict",
 ]

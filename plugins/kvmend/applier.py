@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 from collections.abc import Sequence
 
@@ -64,19 +63,19 @@ def commit(fix_id: str) -> Result:
     """Wraps the sites of an armed fix if they all exist by now; leaves it armed otherwise."""
     with JOURNAL.lock:
         entry = JOURNAL.entries[fix_id]
-        # A wrapper factory may import something, and an import may lead back here.
+        # Judging and wrapper factories may import something, and an import may lead back here.
         if entry.patches or entry.committing or entry.result.outcome is not Outcome.ARMED:
             return entry.result
-        if entry.plan.judgement is None:
-            if not any(module_of(site) for site in entry.plan.sites):
-                return entry.result
-            entry.plan = make_plan(entry.plan.fix)
-            entry.result = entry.plan.result
-            if not entry.plan.sites:
-                return entry.result
+        if entry.plan.judgement is None and not any(module_of(site) for site in entry.plan.sites):
+            return entry.result
         done: list[Patch] = []
         entry.committing = True
         try:
+            if entry.plan.judgement is None:
+                entry.plan = make_plan(entry.plan.fix)
+                entry.result = entry.plan.result
+                if not entry.plan.sites:
+                    return entry.result
             context = _context(entry)
             for site in entry.plan.sites:
                 _check(site, entry.plan)
@@ -150,7 +149,7 @@ def _context(entry: Entry) -> Context:
         features=frozenset(plan.result.features),
         facts=plan.result.facts,
         counters=entry.counters,
-        log=logging.getLogger(plan.fix.framework.logger),
+        log=plan.fix.framework.log(),
     )
 
 

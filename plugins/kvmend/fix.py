@@ -39,7 +39,8 @@ class Framework:
         name: How people call it, as in "vLLM".
         package: The import package, as in "vllm".
         distributions: Distribution names that are known to provide the package, the usual one first.
-        logger: Name of the logger whose output looks like the framework's own.
+        logger: Name of the logger whose output looks like the framework's own, or a function that finds it among
+            those there are: names and set-up differ between releases.
         processes: Which processes load the plugin, in a few words.
         unloadable: Why the framework's own plugin loader would leave kvmend out, one line per reason, from the
             environment variables and the installed source; None if its loader takes everything.
@@ -48,9 +49,13 @@ class Framework:
     name: str
     package: str
     distributions: tuple[str, ...]
-    logger: str
+    logger: str | Callable[[], str]
     processes: str = ""
     unloadable: Callable[[Mapping[str, str], Sources], tuple[str, ...]] | None = None
+
+    def log(self) -> logging.Logger:
+        """The logger for whatever kvmend says in the framework's processes."""
+        return logging.getLogger(f"{self.logger if isinstance(self.logger, str) else self.logger()}.kvmend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

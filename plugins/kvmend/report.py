@@ -33,7 +33,7 @@ _started = time.time()
 
 def say(fix: Fix, result: Result) -> None:
     """Logs the end of one fix in the framework's own style; a fix that is only armed has not ended yet."""
-    logger = logging.getLogger(f"{fix.framework.logger}.kvmend")
+    logger = fix.framework.log()
     level = logging.INFO if result.outcome in _QUIET else logging.WARNING
     if result.outcome is Outcome.ARMED or result.outcome is Outcome.NOT_INSTALLED:
         level = logging.DEBUG

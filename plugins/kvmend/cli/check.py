@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from kvmend import __version__, settings
 from kvmend.cli.catalogue import all_fixes
@@ -133,31 +135,27 @@ _STYLE = {"will_apply": "green", "already_fixed": "green", "not_affected": "gree
 
 def _print(report: dict[str, Any], evidence: bool) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("fix", no_wrap=True)
-    table.add_column("installed", overflow="fold")
-    table.add_column("forecast", no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1)
     for row in report["fixes"]:
         installed = ", ".join(f"{entry['name']} {entry['version']}" for entry in row["distributions"])
         if not installed:
-            installed = "no version (plain source)" if row["location"] else "not installed"
+            installed = "plain source, no version" if row["location"] else "not installed"
         style = _STYLE.get(row["forecast"], "yellow" if row["ok"] else "red")
-        table.add_row(row["fix"], installed, f"[{style}]{row['forecast']}[/]", row["reason"])
-    console.print(table)
-    for row in report["fixes"]:
+        console.print(f"[bold]{row['fix']}[/]  [{style}]{row['forecast']}[/]  {row['framework']}: {installed}")
+        lines = [row["reason"]]
         if not row["ok"] or row["forecast"] not in _STYLE:
-            console.print(f"[bold]{row['fix']}[/]: {row['advice']}")
+            lines.append(row["advice"])
+        for text in lines:
+            console.print(Padding(Text(text), (0, 0, 0, 2)))
         for problem in row["problems"]:
-            console.print(f"[yellow]{row['fix']}: {problem['text']}[/]")
+            console.print(Padding(Text(problem["text"], style="yellow"), (0, 0, 0, 2)))
         if evidence:
             _print_evidence(console, row)
     for warning in report["warnings"]:
-        console.print(f"[yellow]{warning}[/]")
+        console.print(Text(warning, style="yellow"))
 
 
 def _print_evidence(console: Console, row: dict[str, Any]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim", title=row["fix"], title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("body", "fingerprint", "known from"):
         table.add_column(heading, overflow="fold")
     for entry in row["evidence"]:
