@@ -88,7 +88,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def fastdeploy(session: nox.Session) -> None:
     session.install("-e", ".", *TEST)
-    session.run("pytest", "integration_tests/fastdeploy_xpu", *session.posargs)
+    session.run("pytest", "integration_tests/fastdeploy", "integration_tests/fastdeploy_xpu", *session.posargs)
 
 
 @nox.session

@@ -61,14 +61,12 @@ class Ledger:
                 if request_id in self._loading:
                     # Admitted when its load began; these are the slots for the rest of its prompt.
                     self._loading.discard(request_id)
-                elif self.scheduler.connector is None:
-                    self._admit(request_id, computed[request_id])
                 else:
-                    self._admit(request_id, self._told(request_id))
+                    self._admit(request_id, computed[request_id] - self._granted(request_id))
             elif before in _WAITING and status == _LOADING:
                 self.seen["loading"] += 1
                 self._loading.add(request_id)
-                self._admit(request_id, self._told(request_id))
+                self._admit(request_id, self.scheduler.connector.told[request_id])
 
     def _admit(self, request_id: str, found: int) -> None:
         if request_id in self._exempt:
@@ -82,9 +80,10 @@ class Ledger:
         self.counts[f"{prefix}queries"] += self.scheduler.requests[request_id].num_tokens
         self.counts[f"{prefix}hits"] += found
 
-    def _told(self, request_id: str) -> int:
-        """The local hit that the scheduler gave the connector with its last question."""
-        return int(self.scheduler.connector.told[request_id])
+    def _granted(self, request_id: str) -> int:
+        """Tokens that the connector brings in, which are no hit of the local cache."""
+        connector = self.scheduler.connector
+        return 0 if connector is None else int(connector.granted[request_id])
 
     def _statuses(self) -> Mapping[str, str]:
         return {id_: request.status.name for id_, request in self.scheduler.requests.items()}

@@ -44,7 +44,9 @@ def wheel(distribution: str, version: Version, into: str) -> Path:
 def main(fix_id: str, target: str, first: str = "0.8.5", last: str | None = None) -> int:
     """Writes the table; 1 if two distributions of one release differ."""
     fix, path = fix_named(fix_id), Path(target)
-    table = parse_table(path.read_text(encoding="utf-8"), target) if path.exists() else Table(fix=fix.id, generations=())
+    table = (
+        parse_table(path.read_text(encoding="utf-8"), target) if path.exists() else Table(fix=fix.id, generations=())
+    )
     limit = Version(last) if last else None
     jobs = [(name, version) for name in DISTRIBUTIONS for version in released(name, Version(first), limit)]
     seen: dict[Version, dict[str, str | None]] = {}

@@ -14,7 +14,9 @@ STRICT = "KVMEND_STRICT"
 STATE_DIR = "KVMEND_STATE_DIR"
 _ON_OFF = ("1", "0")
 #: Variables that only the project's own tests and makefile read.
-_NOT_SWITCHES = frozenset({"KVMEND_CACHE", "KVMEND_FASTDEPLOY_TREES"})
+_NOT_SWITCHES = frozenset(
+    {"KVMEND_CACHE", "KVMEND_FASTDEPLOY_PYTHON", "KVMEND_FASTDEPLOY_TREE", "KVMEND_FASTDEPLOY_TREES"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
