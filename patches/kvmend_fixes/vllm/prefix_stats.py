@@ -26,7 +26,8 @@ HOW = """\
 What the original counts during a lookup is held back: while it runs, a stand-in takes the place of the manager's
 statistics object and keeps the one pending lookup. When the same request is then admitted (`allocate_slots` returns
 blocks and the request had none computed) it is settled into the statistics, once, by the original's own counters. A
-new lookup, a failed admission or another request's allocation drops it. On 0.24 - 0.26 `schedule()` itself looks up
+new lookup, a failed admission or another request's allocation drops it; if it was dropped by a probe for somebody
+else, the lookup is repeated at admission. On 0.24 - 0.26 `schedule()` itself looks up
 and counts for hybrid (Mamba) models with a connector; there the counters are noted after the lookup and put back
 unless the same request is admitted.
 
@@ -144,6 +145,11 @@ def settle_admission(original: Callable[..., Any], context: Context) -> Callable
         if pending.open_stats is not None:
             return admit_inline(manager, pending, request, args, kwargs)
         held = pending.request
+        if held is not request and held is not None and request.num_computed_tokens == 0:
+            # Somebody else was looked up between this request's lookup and its admission, by a connector say. No
+            # block has changed hands in between, so asking again gives what its own lookup gave.
+            manager.get_computed_blocks(request)
+            held = pending.request
         pending.request = None
         pending.idle = True
         blocks = original(manager, request, *args, **kwargs)
