@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvmend_fixes.proofs import _vllm_rig as rig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
+
+from kvmend_fixes.proofs import _vllm_parts as parts
 
 
 class Noting(Scheduler):
@@ -57,7 +58,7 @@ class OwnLoop(Scheduler):
     def _output(self, tokens: dict[str, int], computed: dict[str, int]) -> Any:
         rows = [SimpleNamespace(req_id=id_, num_computed_tokens=before) for id_, before in computed.items()]
         return SchedulerOutput(
-            **rig.known_arguments(
+            **parts.known_arguments(
                 SchedulerOutput,
                 scheduled_new_reqs=rows,
                 scheduled_cached_reqs=[],

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import vllm_release
-from runs import Run, prompt
+from runs import Miscounted, Run, prompt
 
 MakeRun = Callable[..., Run]
 schedulers = pytest.mark.parametrize("scheduler_class", vllm_release.SCHEDULERS.values(), ids=vllm_release.SCHEDULERS)
 
 
 @schedulers
-def test_a_request_that_is_admitted_at_once_counts_its_tokens_and_hits_once(
-    run: MakeRun, scheduler_class: Any
-) -> None:
+def test_a_request_that_is_admitted_at_once_counts_its_tokens_and_hits_once(run: MakeRun, scheduler_class: Any) -> None:
     """Catches a fix that loses admissions, or counts a decoding step as one."""
     cache = run(scheduler_class=scheduler_class)
     cache.add("first", prompt(100))
@@ -76,6 +74,21 @@ def test_refused_allocations_count_nothing_until_the_admission(run: MakeRun, sch
     cache.must_have_counted(2, 200, 0)
 
 
+@pytest.mark.any_unit
+@pytest.mark.shows_fault
+def test_refusals_make_no_difference_to_the_counts(run: MakeRun) -> None:
+    """Catches what the test above does, also where the counters are of blocks, as in 0.8.5."""
+    cramped, roomy = run(num_blocks=1 + 8), run()
+    for cache in (cramped, roomy):
+        for number in range(3):
+            cache.add(f"request {number}", prompt(100, seed=number), max_tokens=5)
+        cache.finish()
+        cache.take_the_rest()
+    if cramped.local != roomy.local:
+        raise Miscounted(f"with refusals {cramped.local}, without {roomy.local}")
+    assert cramped.local["requests"] == 3
+
+
 @pytest.mark.shows_fault
 def test_a_refused_request_that_is_aborted_counts_nothing(run: MakeRun) -> None:
     """Catches a pending lookup that is settled by another request's admission."""
@@ -111,6 +124,7 @@ def test_a_prompt_computed_in_chunks_counts_once(run: MakeRun) -> None:
     cache.must_have_counted(1, 200, 0)
 
 
+@pytest.mark.any_unit
 def test_without_a_prefix_cache_nothing_is_counted(run: MakeRun) -> None:
     """Catches a fix that counts admissions instead of lookups."""
     cache = run(enable_caching=False)
@@ -185,9 +199,7 @@ def test_an_asynchronous_load_that_is_first_deferred_and_then_refused_counts_onc
 
 
 @pytest.mark.parametrize("loads_async", [True, False], ids=["asynchronous", "synchronous"])
-@pytest.mark.parametrize(
-    "deferrals", [0, pytest.param(3, marks=pytest.mark.shows_fault)], ids=["at once", "deferred"]
-)
+@pytest.mark.parametrize("deferrals", [0, pytest.param(3, marks=pytest.mark.shows_fault)], ids=["at once", "deferred"])
 def test_local_and_external_hits_stay_apart(run: MakeRun, loads_async: bool, deferrals: int) -> None:
     """Catches external tokens in the local counters: 1000 prompt tokens, 600 of them local, 200 external."""
     cache = run(connector=True, block_size=8)
@@ -217,9 +229,7 @@ def preempting_run(run: MakeRun, scheduler_class: Any) -> Run:
 
 @pytest.mark.shows_fault
 @schedulers
-def test_a_preempted_request_counts_again_as_preempted_when_it_is_resumed(
-    run: MakeRun, scheduler_class: Any
-) -> None:
+def test_a_preempted_request_counts_again_as_preempted_when_it_is_resumed(run: MakeRun, scheduler_class: Any) -> None:
     """Catches retries of a preempted request in `preempted_*`, and a resumption that goes uncounted."""
     cache = preempting_run(run, scheduler_class)
     cache.must_have_counted_in_all(2, 94, 0)

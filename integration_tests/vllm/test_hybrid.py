@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 import vllm_release
-from kvmend_fixes.proofs import _vllm_rig as rig
-from runs import Run, prompt
+from runs import Run, probe_when_asked, prompt
 
-pytestmark = pytest.mark.skipif(
-    not vllm_release.HYBRID_WITH_CONNECTOR, reason="this release takes no connector for a model with two block tables"
-)
+from kvmend_fixes.proofs import _vllm_rig as rig
+
 schedulers = pytest.mark.parametrize("scheduler_class", vllm_release.SCHEDULERS.values(), ids=vllm_release.SCHEDULERS)
 
 
 @pytest.fixture
 def hybrid(run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     """Makes runs with a hybrid cache and a connector, and sees to it that they took the way they are here for."""
+    vllm_release.need("connectors for hybrid models")
     from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 
     asked = 0
@@ -61,9 +60,7 @@ def test_admissions_count_tokens_and_hits_once(hybrid: Callable[..., Run], sched
 
 @pytest.mark.shows_fault
 @schedulers
-def test_ten_thousand_deferrals_and_an_abort_count_nothing(
-    hybrid: Callable[..., Run], scheduler_class: Any
-) -> None:
+def test_ten_thousand_deferrals_and_an_abort_count_nothing(hybrid: Callable[..., Run], scheduler_class: Any) -> None:
     """Catches inline records of lookups that the connector deferred."""
     cache = hybrid(scheduler_class=scheduler_class)
     cache.add("deferred", prompt(100), None)
@@ -124,9 +121,7 @@ _counted_inline = pytest.mark.shows_fault if vllm_release.INLINE_LOOKUP else ()
 
 
 @pytest.mark.parametrize("deferrals", [pytest.param(0, marks=_counted_inline), pytest.param(2, marks=_counted_inline)])
-def test_a_request_that_may_not_read_the_cache_counts_nothing(
-    hybrid: Callable[..., Run], deferrals: int
-) -> None:
+def test_a_request_that_may_not_read_the_cache_counts_nothing(hybrid: Callable[..., Run], deferrals: int) -> None:
     """Catches the inline record, which heeds no such wish."""
     cache = hybrid()
     cache.add("first", prompt(100), max_tokens=1)
@@ -137,9 +132,7 @@ def test_a_request_that_may_not_read_the_cache_counts_nothing(
 
 
 @schedulers
-@pytest.mark.parametrize(
-    "deferrals", [0, pytest.param(3, marks=pytest.mark.shows_fault)], ids=["at once", "deferred"]
-)
+@pytest.mark.parametrize("deferrals", [0, pytest.param(3, marks=pytest.mark.shows_fault)], ids=["at once", "deferred"])
 def test_an_asynchronous_load_counts_at_its_first_admission_only(
     hybrid: Callable[..., Run], scheduler_class: Any, deferrals: int
 ) -> None:
@@ -196,6 +189,21 @@ def test_probes_through_the_manager_between_inline_lookups_count_nothing(hybrid:
     cache.must_have_counted(1, 100, 0)
 
 
+@pytest.mark.shows_fault
+@pytest.mark.parametrize("hits", [0, 96], ids=["nothing cached", "most cached"])
+def test_a_probe_between_an_inline_lookup_and_the_admission_changes_nothing(
+    hybrid: Callable[..., Run], hits: int
+) -> None:
+    """Catches a probe through the manager, by a connector say, that costs an inline lookup its record."""
+    cache = hybrid()
+    cache.add("warms the cache", prompt(100, seed=0 if hits else 2), max_tokens=1)
+    cache.finish()
+    probe_when_asked(cache, rig.make_request(cache.scheduler, "stranger", prompt(60, seed=1)))
+    cache.add("admitted", prompt(100), None, (0, False), max_tokens=1)
+    cache.finish()
+    cache.must_have_counted(2, 200, hits)
+
+
 def test_with_statistics_off_requests_run(hybrid: Callable[..., Run]) -> None:
     """Catches an inline hold that needs a statistics object."""
     cache = hybrid(log_stats=False)
@@ -208,6 +216,7 @@ def test_with_statistics_off_requests_run(hybrid: Callable[..., Run]) -> None:
 @pytest.mark.shows_fault
 def test_a_hybrid_model_without_a_connector_counts_once_per_admission(run: Callable[..., Run]) -> None:
     """Catches a hybrid cache whose ordinary lookup is not held."""
+    vllm_release.need("connectors for hybrid models")
     cache = run(hybrid=True, num_blocks=1 + 16)
     cache.add("holds the blocks", prompt(100), max_tokens=10)
     cache.add("waits", prompt(100, seed=1), max_tokens=2)

@@ -3,32 +3,68 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
+import pytest
 import vllm
-from kvmend_fixes.proofs import _vllm_rig as rig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
+
+from kvmend_fixes.proofs import _vllm_rig as rig
 
 VERSION = str(vllm.__version__)
 
 #: 0.27.0 and later record at admission, in `schedule()`; there kvmend has nothing to do.
 NATIVELY_FIXED = hasattr(KVCacheManager, "record_prefix_cache_stats")
 
-#: 0.11.1 and later count preempted requests apart; earlier ones count them with all others.
+#: Queries and hits are tokens; 0.8.5 counts blocks.
+COUNTS_TOKENS = "queries += len(" not in inspect.getsource(KVCacheManager.get_computed_blocks)
+
+#: Preempted requests are counted apart, not with all others.
 COUNTS_PREEMPTED = hasattr(PrefixCacheStats(), "preempted_requests")
 
-#: 0.11.1 and later count what a connector finds.
+#: What a connector finds is counted.
 COUNTS_EXTERNAL = "connector_prefix_cache_stats" in inspect.getsource(Scheduler.make_stats)
 
-#: 0.11.1 and later take a connector for a model with several block tables.
-HYBRID_WITH_CONNECTOR = "Multiple KV cache groups are not" not in inspect.getsource(Scheduler.__init__)
+#: A connector may answer None, and loads may be asynchronous.
+CONNECTOR_DEFERS = rig.connector_can_defer()
+CONNECTOR_LOADS = hasattr(Scheduler, "_update_waiting_for_remote_kv")
 
-#: 0.24 - 0.26 look hybrid models with a connector up in `schedule()` itself and record there.
+#: A connector goes with a model that has several block tables; and so do its asynchronous loads.
+HYBRID_WITH_CONNECTOR = COUNTS_EXTERNAL and "Multiple KV cache groups are not" not in inspect.getsource(
+    Scheduler.__init__
+)
+HYBRID_LOADS = HYBRID_WITH_CONNECTOR and not re.search(
+    r"\(block_ids,\s*\) =", inspect.getsource(Scheduler._update_waiting_for_remote_kv)
+)
+
+#: Hybrid models with a connector are looked up in `schedule()` itself, which records there.
 INLINE_LOOKUP = "find_longest_cache_hit_per_group" in inspect.getsource(Scheduler.schedule)
 
 #: Every scheduler class of vLLM's own, by name.
 SCHEDULERS: dict[str, Any] = {"Scheduler": Scheduler}
 if (found := rig.async_scheduler_class()) is not None:
     SCHEDULERS["AsyncScheduler"] = found
+
+#: What tests have to do without on this release. pins.toml says the same of each release, and a test compares.
+LACKS = {
+    name
+    for name, there in {
+        "asynchronous scheduler": "AsyncScheduler" in SCHEDULERS,
+        "counts of preempted requests": COUNTS_PREEMPTED,
+        "counts of external hits": COUNTS_EXTERNAL,
+        "connectors that defer": CONNECTOR_DEFERS,
+        "connectors that load asynchronously": CONNECTOR_LOADS,
+        "connectors for hybrid models": HYBRID_WITH_CONNECTOR,
+        "asynchronous loads for hybrid models": HYBRID_LOADS,
+    }.items()
+    if not there
+}
+
+
+def need(what: str) -> None:
+    """Skips a test, with the reason, on a release that lacks what the test is about."""
+    if what in LACKS:
+        pytest.skip(f"vLLM {VERSION} has no {what}")

