@@ -25,6 +25,19 @@ TEST = ["pytest>=8", "hypothesis>=6.100", "jsonschema>=4.20", "prometheus-client
 OLDEST, NEWEST = "3.10", "3.13"
 
 
+def use_pyenv() -> None:
+    """pyenv's commands for other Pythons than the active one answer only if these are named."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    installed = [folder.name for folder in root.glob("3.*") if (folder / "bin" / "python").exists()]
+    active = [name for name in os.environ.get("PYENV_VERSION", "").split(":") if name]
+    here = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    if installed:
+        os.environ["PYENV_VERSION"] = ":".join(dict.fromkeys([*active, *[n for n in installed if n == here], *installed]))
+
+
+use_pyenv()
+
+
 def found(*versions: str) -> list[str]:
     """Those of the versions that this machine has; the running one if it has none of them."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -60,7 +73,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=found(OLDEST, "3.11", "3.12", NEWEST))
 def unit(session: nox.Session) -> None:
-    session.install("-e", ".", *TEST, "uv")
+    session.install("-e", ".", *TEST, "pip", "uv")
     session.run("pytest", "integration_tests/unit", *session.posargs)
 
 

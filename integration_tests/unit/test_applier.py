@@ -262,7 +262,7 @@ def test_the_wrappers_of_one_application_share_a_context(toy: Any) -> None:
     applier.apply(make_fix(site("Engine.lookup", wrap=noting), site("tick", wrap=noting)))
     assert contexts[0] is contexts[1]
     assert contexts[0].shared == {"lookup": True, "tick": True}
-    assert (contexts[0].mode, contexts[0].facts, contexts[0].log.name) == ("1", {"line": 10}, "toyfw")
+    assert (contexts[0].mode, contexts[0].facts, contexts[0].log.name) == ("1", {"line": 10}, "toyfw.kvmend")
 
 
 def _together(count: int, work: Callable[[], Any]) -> list[Any]:
