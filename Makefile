@@ -18,8 +18,8 @@ demo: $(TOOLS)/.ready  ## the fault and the fix on the real vLLM engine
 lint: $(TOOLS)/.ready  ## style and types
 	$(NOX) -s lint types
 
-unit: $(TOOLS)/.ready  ## the host, on every Python found
-	$(NOX) -s unit
+unit: $(TOOLS)/.ready  ## the host, on every Python found; make test takes the oldest and the newest
+	$(NOX) -s unit unit_between
 
 vllm: $(TOOLS)/.ready  ## scheduler-level tests on real vLLM releases
 	$(NOX) -s vllm

@@ -71,8 +71,17 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
-@nox.session(python=found(OLDEST, "3.11", "3.12", NEWEST))
+@nox.session(python=found(OLDEST, NEWEST))
 def unit(session: nox.Session) -> None:
+    run_unit(session)
+
+
+@nox.session(python=found("3.11", "3.12"))
+def unit_between(session: nox.Session) -> None:
+    run_unit(session)
+
+
+def run_unit(session: nox.Session) -> None:
     session.install("-e", ".", *TEST, "pip", "uv")
     session.run("pytest", "integration_tests/unit", *session.posargs)
 
