@@ -140,7 +140,7 @@ def parse_args():
     for name in ("rank", "device_id", "mp_num", "suffix", "num_layers", "extra_layers"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--key_cache_shape")
-    parser.add_argument("--create_cache_tensor", action="store_true")
+    parser.add_argument("--create_cache_tensor", action="store_true", help="whether to create or to attach")
     return parser.parse_args()
 
 

@@ -61,7 +61,7 @@ class PrefixCacheManager:
         """Forgets the whole tree."""
         self.gpu_free_block_list = list(range(self.num_gpu_blocks))
         self.cpu_free_block_list = list(range(self.num_cpu_blocks))
-        self.node_id_pool = list(range(self.num_gpu_blocks + self.num_cpu_blocks))
+        self.node_id_pool = [*range(self.num_cpu_blocks + self.num_gpu_blocks)]
         self.node_map: dict[int, BlockNode] = {}
         self.radix_tree_root = BlockNode(-1, None, -1, None)
         self.req_leaf_map: dict[str, BlockNode] = {}
@@ -71,9 +71,10 @@ class PrefixCacheManager:
     # -- the pool
 
     def can_allocate_gpu_blocks(self, num_blocks: int) -> bool:
-        if len(self.gpu_free_block_list) < num_blocks:
+        free = self.gpu_free_block_list
+        if num_blocks > len(free):
             self._evict(num_blocks)
-        return len(self.gpu_free_block_list) >= num_blocks
+        return num_blocks <= len(free)
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str = "") -> list[int]:
         assert num_blocks <= len(self.gpu_free_block_list), f"{req_id} wants {num_blocks} blocks"

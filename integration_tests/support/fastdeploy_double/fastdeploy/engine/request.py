@@ -31,7 +31,7 @@ class Request:
 
     def __init__(self, request_id: str, prompt_token_ids: list[int]) -> None:
         self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt_token_ids: list[int] = prompt_token_ids
         self.output_token_ids: list[int] = []
         self.multimodal_inputs: dict[str, Any] | None = None
         self.metrics = RequestMetrics()

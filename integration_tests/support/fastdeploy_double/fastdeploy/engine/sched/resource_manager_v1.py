@@ -18,6 +18,7 @@ class ResourceManagerV1:
     def __init__(self, max_num_seqs: int, config: Any, tensor_parallel_size: int, splitwise_role: str) -> None:
         self.max_num_seqs = max_num_seqs
         self.config = config
+        self._cache, self._role = config.cache_config, config.scheduler_config.splitwise_role
         self.cache_manager = PrefixCacheManager(config, splitwise_role)
         self.lock = threading.Lock()
         self.requests: dict[str, Any] = {}
@@ -32,12 +33,13 @@ class ResourceManagerV1:
 
     def preallocate_resource_in_p(self, request: Any) -> bool:
         """Looks a request up and allocates all its blocks; False if there is no room."""
-        assert self.config.scheduler_config.splitwise_role == "prefill", "Only P instance can call this method"
+        assert self._role == "prefill", "preallocation is for prefill nodes"
         cache = self.config.cache_config
         with self.lock:
             if True not in self.stop_flags:
                 return False
-            request.need_prefill_tokens = len(request.prompt_token_ids)
+            prompt = request.prompt_token_ids
+            request.need_prefill_tokens = len(prompt)
             wanted = self._blocks_of(request.need_prefill_tokens) + cache.enc_dec_block_num
             if cache.enable_prefix_caching:
                 if cache.num_cpu_blocks > 0 and not self.cache_manager.can_allocate_gpu_blocks(wanted):
@@ -69,7 +71,7 @@ class ResourceManagerV1:
         """A request for a node that does everything itself."""
         with self.lock:
             self.waiting.append(request)
-            self.requests[request.request_id] = request
+            self.requests.update({request.request_id: request})
 
     def get_prefix_cached_blocks(self, request: Any) -> bool:
         """Looks a request up, notes where it has to start and reports the hit."""
@@ -79,7 +81,7 @@ class ResourceManagerV1:
         request.cache_info = [len(blocks), self._blocks_of(request.need_prefill_tokens - matched)]
         request.num_cached_tokens = matched
         start = matched - size if matched == request.need_prefill_tokens else matched
-        if self.config.cache_config.disable_chunked_mm_input:
+        if self._cache.disable_chunked_mm_input:
             start = self.revert_chunked_mm_input(request.multimodal_inputs, start)
         request.num_computed_tokens = start
         left = matched - start
@@ -87,7 +89,8 @@ class ResourceManagerV1:
             part = min(left, found[f"{tier}_match_token_num"])
             found[f"{tier}_match_token_num"] -= part
             left -= part
-        if not request.has_been_preempted_before:
+        first_time = not request.has_been_preempted_before
+        if first_time:
             for tier in ("gpu", "cpu", "storage"):
                 setattr(request.metrics, f"{tier}_cache_token_num", found[f"{tier}_match_token_num"])
             main_process_metrics.prefix_cache_token_num.inc(start)
@@ -159,7 +162,7 @@ class ResourceManagerV1:
                 if caching:
                     self.cache_manager.update_cache_blocks(request, size, request.num_computed_tokens)
                 request.status = RequestStatus.RUNNING
-                if self.config.scheduler_config.splitwise_role == "mixed":
+                if self._role == "mixed":
                     self._enter(request)
             return chunks, []
 
@@ -174,8 +177,8 @@ class ResourceManagerV1:
         return max(missing + (self.config.speculative_config.method is not None), 0)
 
     def _prepare_prefill_task(self, request: Any, new_token_num: int) -> Any:
-        request.prefill_start_index = request.num_computed_tokens
-        request.prefill_end_index = request.num_computed_tokens + new_token_num
+        start = request.num_computed_tokens
+        request.prefill_start_index, request.prefill_end_index = start, start + new_token_num
         return request
 
     # -- preemption and ends
@@ -185,8 +188,7 @@ class ResourceManagerV1:
         with self.lock:
             while self.running:
                 request = self.running.pop()
-                request.status = RequestStatus.PREEMPTED
-                request.num_computed_tokens = 0
+                request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
                 self._free_blocks(request)
                 self.to_be_rescheduled_request_id_set.add(request.request_id)
 
@@ -194,15 +196,15 @@ class ResourceManagerV1:
         """Puts a preempted request first in the waiting queue."""
         with self.lock:
             self.to_be_rescheduled_request_id_set.discard(request_id)
-            request = self.requests[request_id]
-            request.has_been_preempted_before = True
-            self.waiting.appendleft(request)
+            again = self.requests[request_id]
+            again.has_been_preempted_before = True
+            self.waiting.appendleft(again)
 
     def cache_output_tokens(self, request: Any) -> None:
         """Publishes generated tokens."""
-        if self.config.cache_config.enable_output_caching:
+        if self._cache.enable_output_caching:
             with self.lock:
-                self.cache_manager.cache_output_blocks(request, self.config.cache_config.block_size)
+                self.cache_manager.cache_output_blocks(request, self._cache.block_size)
 
     def finish_requests(self, request_id: str) -> None:
         """Lets a request go that is done."""
@@ -221,8 +223,7 @@ class ResourceManagerV1:
     def _enter(self, request: Any) -> None:
         request.idx = self.stop_flags.index(True)
         self.stop_flags[request.idx] = False
-        self.tasks_list[request.idx] = request
-        self.requests[request.request_id] = request
+        self.tasks_list[request.idx] = self.requests[request.request_id] = request
 
     def _leave(self, request: Any) -> None:
         self.stop_flags[request.idx] = True
@@ -230,10 +231,11 @@ class ResourceManagerV1:
 
     def _free_blocks(self, request: Any) -> None:
         owned = 0
-        if self.config.cache_config.enable_prefix_caching:
-            self.cache_manager.release_block_ids(request)
+        blocks = self.cache_manager
+        if self._cache.enable_prefix_caching:
+            blocks.release_block_ids(request)
             owned = request.num_cached_blocks
-        self.cache_manager.recycle_gpu_blocks(request.block_tables[owned:], request.request_id)
+        blocks.recycle_gpu_blocks(request.block_tables[owned:], request.request_id)
         request.block_tables = []
 
     def _blocks_of(self, tokens: int) -> int:
