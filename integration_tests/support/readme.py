@@ -46,7 +46,7 @@ _MEANING_ZH = {
     Outcome.ALREADY_FIXED: "这个版本带有上游自己的修复，没有改动任何东西。可以去掉这个修复了。",
     Outcome.UNKNOWN_SOURCE: "安装的源码不是本版 kvmend 所认识的，没有改动任何东西。请升级 kvmend，或在看过 kvmend check 的证据后把开关设为 force。",
     Outcome.CONFLICT: "另一个插件占用了修复所需的函数，两者无法共存。请只加载其中一个。",
-    Outcome.FAILED: "修复未能生效，一切已还原；原因里有说明。",
+    Outcome.FAILED: "修复没有生效，一切都是原样；原因里有说明。",
 }
 
 

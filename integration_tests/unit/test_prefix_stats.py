@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvmend_fixes.vllm import _lookup_holds
 from support.manager_double import GENERATIONS, Request, Rig, Stats, make_rig
 
 EVERY = pytest.mark.parametrize("generation", GENERATIONS)
@@ -113,24 +114,34 @@ def test_an_inline_lookup_that_a_probe_came_after_is_dropped() -> None:
 
 
 @EVERY
-def test_slots_for_a_running_request_drop_a_pending_lookup(generation: str) -> None:
+def test_slots_for_a_running_request_are_nobody_elses_admission(generation: str) -> None:
     rig = make_rig(generation)
     asked, running = Request(), Request(num_computed_tokens=48)
     rig.lookup(asked)
     assert rig.admit(running)
+    assert counts(rig) == NOTHING
     assert rig.admit(asked)
+    assert counts(rig) == (NOTHING if generation == "inline" else (1, 100, 60))
+
+
+@EVERY
+def test_an_admission_that_no_lookup_led_to_counts_nothing_while_somebody_elses_is_pending(generation: str) -> None:
+    rig = make_rig(generation)
+    rig.lookup(Request())
+    assert rig.admit(Request())
     assert counts(rig) == NOTHING
 
 
 @EVERY
-def test_a_lookup_of_another_request_drops_a_pending_one(generation: str) -> None:
+def test_each_request_is_counted_with_its_own_last_lookup(generation: str) -> None:
     rig = make_rig(generation)
     first, second = Request(num_tokens=10), Request(num_tokens=1000)
     rig.lookup(first, 5)
     rig.lookup(second, 600)
     assert rig.admit(second)
     assert rig.admit(first)
-    assert counts(rig) == (1, 1000, 600)
+    # Inline lookups are told apart by the scheduler's order alone: the last one is the only one that is known.
+    assert counts(rig) == ((1, 1000, 600) if generation == "inline" else (2, 1010, 605))
 
 
 @EVERY
@@ -323,13 +334,13 @@ def test_a_dropped_request_and_a_dropped_manager_are_not_kept_alive_by_the_fix(g
 
 def test_a_manager_older_than_the_fix_is_known_from_its_first_step_on() -> None:
     rig = make_rig("inline")
-    del rig.manager.coordinator._kvmend_manager
+    del _lookup_holds._managers[rig.manager.coordinator]
     rig.manager.make_prefix_cache_stats()
     rig.lookup(Request())
     assert counts(rig) == NOTHING
 
 
-def test_inline_and_plain_lookups_drop_each_other() -> None:
+def test_inline_and_plain_lookups_do_not_get_in_each_others_way() -> None:
     rig = make_rig("inline")
     inline, plain = Request(num_tokens=10), Request(num_tokens=1000)
     rig.lookup(inline, 5)
@@ -343,7 +354,7 @@ def test_inline_and_plain_lookups_drop_each_other() -> None:
     inline.num_computed_tokens = again.num_computed_tokens = 0
     assert rig.admit(inline)
     assert rig.admit(again)
-    assert counts(rig) == (1, 10, 5)
+    assert counts(rig) == (2, 2010, 605)
 
 
 def test_an_inline_lookup_that_records_nothing_is_not_counted_as_held() -> None:
@@ -359,7 +370,7 @@ def test_an_inline_lookup_that_records_nothing_is_not_counted_as_held() -> None:
 def test_random_sequences_count_what_a_ledger_counts(generation: str) -> None:
     for seed in range(60):
         chance, rig, ledger, total = random.Random(seed), make_rig(generation), [0] * 6, [0] * 6
-        pending: tuple[Request, int] | None = None
+        pending: dict[int, tuple[int, bool]] = {}
         waiting = [Request(num_tokens=chance.randrange(1, 500)) for _ in range(6)]
         for _ in range(120):
             request = chance.choice(waiting)
@@ -368,20 +379,20 @@ def test_random_sequences_count_what_a_ledger_counts(generation: str) -> None:
             if action.startswith("lookup"):
                 hits = chance.randrange(request.num_tokens + 1)
                 rig.lookup(request, hits)
-                pending = (request, hits)
+                found = {id(request): (hits, request.preempted)}
+                pending = found if generation == "inline" else pending | found
             if action.endswith("admit"):
                 fresh = request.num_computed_tokens == 0
-                if fresh and pending is not None and pending[0] is not request and generation != "inline":
-                    pending = (request, rig.manager.found)  # looked up again, since somebody was in between
-                if rig.admit(request) and fresh and pending is not None and pending[0] is request:
-                    place = 3 if request.preempted else 0
-                    for offset, value in enumerate((1, request.num_tokens, pending[1])):
+                if rig.admit(request) and fresh and id(request) in pending:
+                    hits, preempted = pending[id(request)]
+                    place = 3 if preempted else 0
+                    for offset, value in enumerate((1, request.num_tokens, hits)):
                         ledger[place + offset] += value
-                pending = None
+                pending = {} if generation == "inline" else {k: v for k, v in pending.items() if k != id(request)}
             if action == "step":
                 stats = rig.manager.make_prefix_cache_stats()
                 total = [old + new for old, new in zip(total, (*stats.counts, *stats.preempted), strict=True)]
-                pending = None if generation == "inline" else pending
+                pending = {} if generation == "inline" else pending
             if action == "preempt":
                 request.num_computed_tokens, request.preempted = 0, generation != "in place"
         stats = rig.manager.make_prefix_cache_stats()

@@ -57,8 +57,8 @@ def test_a_report_says_what_is_in_place_and_how_often_it_was_used(root: Path) ->
     assert data["fixes"] == [
         {
             "fix": "toy-count", "outcome": "applied", "reason": "the lookup counts", "mode": "1", "framework": "ToyFW",
-            "version": "1.0", "sites": ["toyfw.engine:Engine.lookup"], "known_as": [], "inherited": False,
-            "counters": {"calls": 3},
+            "version": "1.0", "sites": ["toyfw.engine:Engine.lookup"], "known_as": [], "shadowed_by": [],
+            "inherited": False, "counters": {"calls": 3},
         }
     ]  # fmt: skip
 

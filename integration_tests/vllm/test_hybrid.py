@@ -204,6 +204,17 @@ def test_a_probe_between_an_inline_lookup_and_the_admission_changes_nothing(
     cache.must_have_counted(2, 200, hits)
 
 
+@pytest.mark.shows_fault
+def test_an_allocation_that_no_lookup_led_to_settles_nobody_elses(hybrid: Callable[..., Run]) -> None:
+    """Catches an inline lookup that is settled by whoever is given blocks next."""
+    cache = hybrid()
+    cache.add("deferred", prompt(100), None)
+    cache.scheduler.schedule()
+    stranger = rig.make_request(cache.scheduler, "stranger", prompt(60, seed=1))
+    assert cache.manager.allocate_slots(stranger, 60) is not None
+    cache.must_have_counted_in_all(0, 0, 0)
+
+
 def test_with_statistics_off_requests_run(hybrid: Callable[..., Run]) -> None:
     """Catches an inline hold that needs a statistics object."""
     cache = hybrid(log_stats=False)

@@ -88,6 +88,17 @@ def test_a_probe_for_the_same_request_between_lookup_and_admission_changes_nothi
     cache.must_have_counted(1, 100, 0)
 
 
+@pytest.mark.shows_fault
+def test_an_allocation_that_no_lookup_led_to_counts_nothing(run: MakeRun) -> None:
+    """Catches somebody else's pending lookup taken for that of a request that was never looked up."""
+    cache = run(connector=True)
+    cache.add("deferred", prompt(100), None)
+    cache.scheduler.schedule()
+    stranger = rig.make_request(cache.scheduler, "stranger", prompt(60, seed=1))
+    assert cache.manager.allocate_slots(stranger, 60) is not None
+    cache.must_have_counted_in_all(0, 0, 0)
+
+
 def test_what_a_probe_returns_and_leaves_behind_is_the_release_s_own_business(run: MakeRun) -> None:
     """Catches a fix that changes what is found, or that takes blocks."""
     cache = run()

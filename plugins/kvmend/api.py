@@ -20,6 +20,7 @@ from kvmend.fix import (
     Sources,
     Wrap,
 )
+from kvmend.seams import reached
 from kvmend.settings import strict
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "Site",
     "Sources",
     "Wrap",
+    "reached",
     "strict",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from kvmend.outcome import Outcome, Result
 from kvmend.plan import Plan, make_plan
 from kvmend.seams import (
     MARK,
+    bypass,
     describe,
     function_of,
     is_original,
@@ -68,7 +70,7 @@ def commit(fix_id: str) -> Result:
             return entry.result
         if entry.plan.judgement is None and not any(module_of(site) for site in entry.plan.sites):
             return entry.result
-        done: list[Patch] = []
+        done = entry.doing = []
         entry.committing = True
         try:
             if entry.plan.judgement is None:
@@ -126,6 +128,9 @@ def remove(fix_id: str) -> Result | None:
             entry.result = dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=reason)
             return entry.result
         entry.patches = ()
+        for undo in reversed(entry.on_removal):
+            with contextlib.suppress(Exception):
+                undo()
         entry.result = dataclasses.replace(
             entry.result, outcome=Outcome.DISABLED, reason="removed at run time", sites=()
         )
@@ -144,13 +149,41 @@ def results() -> list[Result]:
 
 def _context(entry: Entry) -> Context:
     plan = entry.plan
+    entry.on_removal = []
     return Context(
         mode=plan.result.mode,
         features=frozenset(plan.result.features),
         facts=plan.result.facts,
         counters=entry.counters,
         log=plan.fix.framework.log(),
+        check_shadows=functools.partial(_check_shadows, entry),
+        on_removal=entry.on_removal,
     )
+
+
+def _check_shadows(entry: Entry, made: type) -> None:
+    """Looks for methods of a class that bypass a fix; never raises, the framework is making its engine."""
+    log = entry.plan.fix.framework.log()
+    try:
+        found: list[tuple[str, str]] = []
+        with JOURNAL.lock:
+            for patch in entry.patches:
+                if isinstance(patch.holder, type) and issubclass(made, patch.holder):
+                    name = bypass(made, patch.name, function_of(patch.after))
+                    if name and name not in entry.shadowed_by:
+                        entry.shadowed_by += (name,)
+                        found.append((name, patch.site.key))
+            if found:
+                entry.result = _read_back(entry)
+        for name, key in found:
+            log.warning(
+                "kvmend: %s shadowed_by %s, which does not call %s: the fix does nothing there",
+                entry.plan.fix.id,
+                name,
+                key,
+            )
+    except Exception:
+        log.debug("kvmend: %s could not be looked at", made, exc_info=True)
 
 
 def _check(site: Site, plan: Plan) -> None:
@@ -200,8 +233,12 @@ def _roll_back(patches: Sequence[Patch]) -> list[str]:
 
 def _read_back(entry: Entry) -> Result:
     """The result as the objects in place have them: ours on top, ours beneath another, or ours gone."""
+    entry.result = dataclasses.replace(entry.result, shadowed_by=entry.shadowed_by)
     beneath = ""
     for patch in entry.patches:
+        if parent_of(patch.site) is not patch.holder:
+            reason = f"{patch.site.module} was loaded again after kvmend; the fix is on what was there before"
+            return dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=reason)
         current = vars(patch.holder).get(patch.name)
         if current is patch.after:
             continue
@@ -216,5 +253,6 @@ def _read_back(entry: Entry) -> Result:
         for patch in entry.patches
         if not is_original(function_of(patch.before), patch.site)
     )
-    reason = entry.plan.result.reason + over + beneath
+    shadows = "".join(f"; shadowed_by {name}" for name in entry.shadowed_by)
+    reason = entry.plan.result.reason + over + beneath + shadows
     return dataclasses.replace(entry.result, outcome=Outcome.APPLIED, reason=reason)

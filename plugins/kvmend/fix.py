@@ -147,6 +147,10 @@ class Finding:
             raise FixDeclarationError(f"finding state {self.state!r} is none of {', '.join(STATES)}")
 
 
+def _nobody_looks(made: type) -> None:
+    """What a context does with a class where no host is behind it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """What a wrapper factory gets beside the object in place.
@@ -158,6 +162,9 @@ class Context:
         counters: The fix's counters; a wrapper bumps them as plain attributes.
         log: Logger in the framework's style. Never used on a hot path.
         shared: A dict that all sites of one application share.
+        check_shadows: Takes the class of an object that the framework has just made and reports, once each, whose
+            methods in it bypass the wrappers of this application. Costs tens of microseconds: for constructors.
+        on_removal: What to undo beyond the sites when the fix is taken off; called last first.
     """
 
     mode: str
@@ -166,6 +173,8 @@ class Context:
     counters: Counters
     log: logging.Logger
     shared: dict[str, Any] = field(default_factory=dict)
+    check_shadows: Callable[[type], None] = _nobody_looks
+    on_removal: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

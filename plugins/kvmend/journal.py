@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,10 @@ class Patch:
 
 @dataclass(slots=True)
 class Entry:
-    """The state of one fix in this process."""
+    """The state of one fix in this process.
+
+    `shadowed_by` names the functions that bypass its wrappers, `on_removal` is what its context was given to undo.
+    """
 
     plan: Plan
     result: Result
@@ -34,6 +38,9 @@ class Entry:
     patches: tuple[Patch, ...] = ()
     inherited: bool = False
     committing: bool = False
+    doing: list[Patch] = field(default_factory=list)
+    shadowed_by: tuple[str, ...] = ()
+    on_removal: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -55,6 +62,10 @@ def _in_forked_child() -> None:
     JOURNAL.parent, JOURNAL.pid = JOURNAL.pid, os.getpid()
     for entry in JOURNAL.entries.values():
         entry.counters.reset()
+        if entry.committing:
+            # Another thread of the parent was at it and is not here to go on: all sites or none, so none.
+            for patch in reversed(entry.doing):
+                setattr(patch.holder, patch.name, patch.before)
         entry.inherited, entry.committing = True, False
 
 

@@ -51,7 +51,7 @@ _MEANING = {
     Outcome.CONFLICT: (
         "Another plugin is at a function the fix needs, in a way that cannot go together. Load only one of the two."
     ),
-    Outcome.FAILED: "The fix could not be applied and was rolled back; the reason says why.",
+    Outcome.FAILED: "The fix is not in place and every site is as it was; the reason says why.",
 }
 
 
@@ -90,6 +90,7 @@ class Result:
         features: As found by the probe.
         facts: As found by the probe.
         known_as: Releases whose source is exactly the installed one.
+        shadowed_by: `module.qualname` of methods of others that bypass what was wrapped.
     """
 
     fix: str
@@ -103,3 +104,4 @@ class Result:
     features: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     known_as: tuple[str, ...] = ()
+    shadowed_by: tuple[str, ...] = ()

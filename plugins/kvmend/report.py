@@ -66,6 +66,7 @@ def snapshot() -> dict[str, Any]:
                 "version": result.version,
                 "sites": list(result.sites),
                 "known_as": list(result.known_as),
+                "shadowed_by": list(result.shadowed_by),
                 "inherited": JOURNAL.entries[result.fix].inherited,
                 "counters": JOURNAL.entries[result.fix].counters.as_dict(),
             }
@@ -132,7 +133,10 @@ def warn_once(message: str) -> None:
 
 
 class _Freshener:
-    """Rewrites the report when the counters have moved. One daemon thread per process, started on first use."""
+    """Rewrites the report when the counters have moved or a shadow was found.
+
+    One daemon thread per process, started on first use.
+    """
 
     _thread: threading.Thread | None = None
     _pid = 0
@@ -151,9 +155,9 @@ class _Freshener:
             os.register_at_fork(after_in_child=publish)
 
     @staticmethod
-    def _counts() -> list[dict[str, int]]:
+    def _counts() -> list[tuple[dict[str, int], tuple[str, ...]]]:
         with JOURNAL.lock:
-            return [entry.counters.as_dict() for entry in JOURNAL.entries.values()]
+            return [(entry.counters.as_dict(), entry.shadowed_by) for entry in JOURNAL.entries.values()]
 
     @classmethod
     def _run(cls) -> None:

@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from kvmend.fix import Site
@@ -92,6 +92,60 @@ def layers(function: Any) -> Iterator[Any]:
                 kept = current.__globals__.get(name)
                 if isinstance(kept, FunctionType):
                     pending.append(kept)
+
+
+def reached(owner: type, name: str) -> Iterator[tuple[Any, frozenset[str]]]:
+    """What calling a method visibly runs, each with the names in its code.
+
+    Visible are the method itself with its `layers`, what it calls on the same object, and what these call further
+    up the line of classes, by `super()` or by the name of a class. Everything a name might mean is taken for meant.
+
+    Args:
+        owner: Class of the object.
+        name: Name of the method.
+    """
+    line = [vars(each) for each in owner.__mro__]
+    pending = [(0, name)]
+    seen: set[tuple[int, str]] = set()
+    functions: dict[int, Any] = {}
+    while pending:
+        start, wanted = pending.pop(0)
+        place = next((index for index in range(start, len(line)) if wanted in line[index]), None)
+        if place is None or (place, wanted) in seen or len(seen) > _MOST_LAYERS:
+            continue
+        seen.add((place, wanted))
+        above = owner.__mro__[place + 1 :]
+        for layer in layers(function_of(line[place][wanted])):
+            if id(layer) in functions:
+                continue
+            functions[id(layer)] = layer
+            names = _names_in(layer.__code__) if isinstance(layer, FunctionType) else frozenset[str]()
+            yield layer, names
+            called = sorted(each for each in names if any(each in members for members in line))
+            pending.extend((0, each) for each in called if each != wanted)
+            if "super" in names or _names_one_of(above, layer, names):
+                pending.extend((place + 1, each) for each in called)
+
+
+def _names_one_of(classes: tuple[type, ...], function: Any, names: frozenset[str]) -> bool:
+    """Whether a function names one of some classes, by its own name or by one that the function's module gives it."""
+    known = getattr(function, "__globals__", {})
+    return any(each.__name__ in names or any(known.get(name) is each for name in names) for each in classes)
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset((*code.co_names, *code.co_freevars)).union(*inner)
+
+
+def bypass(owner: type, name: str, wrapper: Any) -> str:
+    """Who is called instead of a wrapper when a class's method is called; empty if the wrapper is."""
+    holder = next((each for each in owner.__mro__ if name in vars(each)), None)
+    if holder is None or any(layer is wrapper for layer in layers(function_of(vars(holder)[name]))):
+        return ""
+    if any(function is wrapper for function, _ in reached(owner, name)):
+        return ""
+    return describe(vars(holder)[name])
 
 
 def describe(function: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; prints at most one line on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a sign shows another one; it is no reason to say nothing.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         code = cli.main(args=arguments, prog_name="kvmend", standalone_mode=False)
         return code if isinstance(code, int) else 0

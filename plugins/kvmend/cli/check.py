@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -55,6 +56,7 @@ def examine(fixes: Sequence[Fix], path: Path | None = None) -> dict[str, Any]:
     if path is not None and not any(installations.values()):
         packages = ", ".join(sorted(installations))
         raise LocateError(f"{path}: none of the packages {packages} is in it")
+    strict_problem = _strict_problem()
     rows = []
     for fix in fixes:
         installation = installations[fix.framework.package]
@@ -62,14 +64,14 @@ def examine(fixes: Sequence[Fix], path: Path | None = None) -> dict[str, Any]:
             continue
         plan = make_plan(fix, installation=installation) if installation else make_plan(fix)
         problems = _problems(fix, installation) if plan.wanted and installation else []
+        if plan.wanted and strict_problem:
+            problems.append(_problem(f"{strict_problem}; no fix will be applied", fatal=True))
         # Without the framework there is nothing to mend, unless the user said where to look.
         ok = not plan.wanted or plan.result.outcome.good or plan.result.outcome is Outcome.NOT_INSTALLED
         rows.append(_row(fix, plan.result, installation, problems, ok and not any(p["fatal"] for p in problems)))
     warnings = [f"{name} is no switch of kvmend; misspelt?" for name in settings.unknown_variables(fixes)]
-    try:
-        settings.strict()
-    except SettingsError as error:
-        warnings.append(str(error))
+    if strict_problem:
+        warnings.append(strict_problem)
     return {
         "schema": SCHEMA,
         "kvmend": __version__,
@@ -78,6 +80,14 @@ def examine(fixes: Sequence[Fix], path: Path | None = None) -> dict[str, Any]:
         "fixes": rows,
         "warnings": warnings,
     }
+
+
+def _strict_problem() -> str:
+    try:
+        settings.strict()
+    except SettingsError as error:
+        return str(error)
+    return ""
 
 
 def _installations(fixes: Sequence[Fix], path: Path | None) -> dict[str, Installation | None]:
@@ -140,7 +150,9 @@ def _print(report: dict[str, Any], evidence: bool) -> None:
         if not installed:
             installed = "plain source, no version" if row["location"] else "not installed"
         style = _STYLE.get(row["forecast"], "yellow" if row["ok"] else "red")
-        console.print(f"[bold]{row['fix']}[/]  [{style}]{row['forecast']}[/]  {row['framework']}: {installed}")
+        console.print(
+            f"[bold]{row['fix']}[/]  [{style}]{row['forecast']}[/]  {escape(row['framework'] + ': ' + installed)}"
+        )
         lines = [row["reason"]]
         if not row["ok"] or row["forecast"] not in _STYLE:
             lines.append(row["advice"])
@@ -166,5 +178,5 @@ def _print_evidence(console: Console, row: dict[str, Any]) -> None:
             table.add_row(name, "absent", "")
         else:
             file = str(entry["path"]).removeprefix(f"{row['location'].rpartition(row['package'])[0]}")
-            table.add_row(f"{name}\n  [dim]{file}:{entry['line']}[/]", entry["fingerprint"], spread)
+            table.add_row(f"{name}\n  [dim]{escape(file)}:{entry['line']}[/]", entry["fingerprint"], spread)
     console.print(table)

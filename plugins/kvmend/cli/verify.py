@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvmend import __version__
@@ -98,7 +99,9 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         style = {"mended": "green", "NOT mended": "red"}.get(row["verdict"], "dim")
         release = f"{row['framework']} {row['version'] or ''}".strip()
-        console.print(f"[bold]{row['fix']}[/] on {release}: [{style}]{row['verdict']}[/] - {row['reason']}")
+        console.print(
+            f"[bold]{row['fix']}[/] on {escape(release)}: [{style}]{row['verdict']}[/] - {escape(row['reason'])}"
+        )
         if not row["cases"]:
             continue
         table = Table(box=None, pad_edge=False, header_style="bold")
