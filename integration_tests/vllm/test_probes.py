@@ -112,7 +112,7 @@ def test_what_a_probe_returns_and_leaves_behind_is_the_release_s_own_business(ru
 
 
 def test_requests_that_were_deferred_and_aborted_are_garbage(run: MakeRun) -> None:
-    """Catches memory that grows with deferred requests: one pending lookup per manager is all that is kept."""
+    """Catches memory that grows with deferred requests: at most the last one looked up may still be kept."""
     cache = run(connector=True)
     gone = []
     for number in range(200):
@@ -133,7 +133,7 @@ def test_requests_that_were_deferred_and_aborted_are_garbage(run: MakeRun) -> No
 
 
 def test_many_probes_leave_no_more_behind_than_one(run: MakeRun) -> None:
-    """Catches a list of held lookups: after any number of probes the manager refers to as much as after one."""
+    """Catches a list of held lookups: after any number of probes the manager refers to no more than after one."""
     cache = run()
 
     def probe(number: int) -> int:
