@@ -81,9 +81,12 @@ class Ledger:
         self.counts[f"{prefix}hits"] += found
 
     def _granted(self, request_id: str) -> int:
-        """Tokens that the connector brings in, which are no hit of the local cache."""
+        """Tokens that the connector brings in, which are no hit of the local cache.
+
+        From 0.31 on nobody asks it about a request that may not read the prefix cache.
+        """
         connector = self.scheduler.connector
-        return 0 if connector is None else int(connector.granted[request_id])
+        return 0 if connector is None else int(connector.granted.get(request_id, 0))
 
     def _statuses(self) -> Mapping[str, str]:
         return {id_: request.status.name for id_, request in self.scheduler.requests.items()}

@@ -106,6 +106,7 @@ def test_a_refused_request_that_is_aborted_counts_nothing(run: MakeRun) -> None:
 @pytest.mark.shows_fault
 def test_a_prompt_that_must_wait_for_a_whole_step_counts_once(run: MakeRun) -> None:
     """Catches the other early exit of the loop: looked up, then found too long for what is left of the budget."""
+    vllm_release.need("prompts that are kept whole")
     cache = run(chunked_prefill=False, max_num_batched_tokens=128)
     cache.add("first", prompt(100), max_tokens=4)
     cache.add("does not fit beside it", prompt(100, seed=1), max_tokens=4)

@@ -15,10 +15,6 @@ from kvmend.loading import apply_all, remove_all
 
 MakeRun = Callable[..., Run]
 
-#: A natively fixed vLLM counts in its own `schedule()`, so a scheduling loop that is not vLLM's counts nothing there.
-#: On an affected release with kvmend it is counted like any other.
-OWN_LOOP_COUNTS = not vllm_release.NATIVELY_FIXED
-
 
 @pytest.mark.shows_fault
 def test_a_subclass_of_the_scheduler_counts_once_per_admission(run: MakeRun) -> None:
@@ -38,7 +34,7 @@ def test_a_scheduling_loop_of_one_s_own_counts_once_per_admission(run: MakeRun) 
     cache.add("waits", prompt(100, shared=0, seed=1), max_tokens=2)
     cache.finish()
     assert len(cache.scheduler.lookups) > 3
-    cache.must_have_counted(*(2, 200, 0) if OWN_LOOP_COUNTS else (0, 0, 0))
+    cache.must_have_counted(2, 200, 0)
 
 
 def test_a_scheduling_loop_of_one_s_own_reuses_blocks_as_before(run: MakeRun) -> None:
@@ -49,7 +45,7 @@ def test_a_scheduling_loop_of_one_s_own_reuses_blocks_as_before(run: MakeRun) ->
     cache.add("second", prompt(100, shared=64, seed=1), max_tokens=2)
     assert cache.step().scheduled == {"second": 36}
     cache.finish()
-    cache.must_have_counted(*(2, 200, 64) if OWN_LOOP_COUNTS else (0, 0, 0))
+    cache.must_have_counted(2, 200, 64)
 
 
 @pytest.mark.shows_fault
@@ -83,7 +79,7 @@ def test_a_manager_subclass_returns_as_many_values_as_it_likes(run: MakeRun, val
     cache.add("waits", prompt(100, seed=1), max_tokens=2)
     cache.finish()
     assert {len(found) for found in cache.scheduler.lookups} == {values}
-    cache.must_have_counted(*(2, 200, 0) if OWN_LOOP_COUNTS else (0, 0, 0))
+    cache.must_have_counted(2, 200, 0)
 
 
 @pytest.fixture
@@ -117,7 +113,7 @@ def test_another_plugin_s_lookup_may_return_any_number_of_values(
     cache.add("waits", prompt(100, seed=1), max_tokens=2)
     cache.finish()
     assert {len(found) for found in cache.scheduler.lookups} == {values}
-    cache.must_have_counted(*(2, 200, 0) if OWN_LOOP_COUNTS else (0, 0, 0))
+    cache.must_have_counted(2, 200, 0)
 
 
 def test_two_schedulers_in_one_process_count_for_themselves(run: MakeRun) -> None:

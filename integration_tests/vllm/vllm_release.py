@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import vllm
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 
@@ -43,6 +44,9 @@ HYBRID_LOADS = HYBRID_WITH_CONNECTOR and not re.search(
 #: Hybrid models with a connector are looked up in `schedule()` itself, which records there.
 INLINE_LOOKUP = "find_longest_cache_hit_per_group" in inspect.getsource(Scheduler.schedule)
 
+#: A prompt may be kept whole.
+WHOLE_PROMPTS = re.search("chunked_prefill_enabled|enable_chunked_prefill", inspect.getsource(scheduler)) is not None
+
 #: Every scheduler class of vLLM's own, by name.
 SCHEDULERS: dict[str, Any] = {"Scheduler": Scheduler}
 if (found := rig.async_scheduler_class()) is not None:
@@ -59,6 +63,7 @@ LACKS = {
         "connectors that load asynchronously": CONNECTOR_LOADS,
         "connectors for hybrid models": HYBRID_WITH_CONNECTOR,
         "asynchronous loads for hybrid models": HYBRID_LOADS,
+        "prompts that are kept whole": WHOLE_PROMPTS,
     }.items()
     if not there
 }

@@ -97,6 +97,18 @@ def _no_accelerator() -> Iterator[None]:
             platforms.current_platform = found
 
 
+def structured_output(config: Any) -> Any:
+    """The manager of structured output, for requests that want none of it.
+
+    0.9.0 - 0.9.1 make a tokenizer for it whatever the configuration says, and there is none: it is left unmade there.
+    """
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    if "skip_tokenizer_init" in StructuredOutputManager.__init__.__code__.co_names:
+        return StructuredOutputManager(config)
+    return StructuredOutputManager.__new__(StructuredOutputManager)
+
+
 def kv_cache_config(block_size: int, num_blocks: int, hybrid: bool) -> Any:
     """A KV cache with one full-attention group and, if `hybrid`, a Mamba group."""
     import torch

@@ -74,7 +74,6 @@ def build_scheduler(
         scheduler_class: Scheduler class; by default vLLM's `Scheduler`.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.structured_output import StructuredOutputManager
 
     scheduler_class = scheduler_class or Scheduler
     config = parts.vllm_config(block_size, max_num_seqs, max_num_batched_tokens, connector)
@@ -93,7 +92,7 @@ def build_scheduler(
         cache_config=config.cache_config,
         lora_config=None,
         kv_cache_config=parts.kv_cache_config(block_size, num_blocks, hybrid),
-        structured_output_manager=StructuredOutputManager(config),
+        structured_output_manager=parts.structured_output(config),
         block_size=block_size,
         log_stats=log_stats,
     )
@@ -121,6 +120,7 @@ def make_request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
             multi_modal_inputs=None,
+            multi_modal_kwargs=None,
             multi_modal_hashes=None,
             multi_modal_placeholders=None,
             sampling_params=SamplingParams(

@@ -6,12 +6,11 @@ that has a `schedule()` of its own, and to vLLM's.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvmend.api import Case
 from kvmend_fixes.proofs import _vllm_rig as rig
-from kvmend_fixes.proofs._vllm_parts import known_arguments
+from kvmend_fixes.proofs._vllm_own_loop import own_loop
 
 _BLOCK = 128
 _PROMPT = 5457
@@ -42,52 +41,3 @@ def _five_times(scheduler_class: Any) -> dict[str, int]:
             reported = rig.step(scheduler).local or {}
             total = {name: value + reported.get(name, 0) for name, value in total.items()}
     return total
-
-
-def own_loop() -> Any:
-    """A scheduler class that admits whole prompts in the order they came, and never asks vLLM's `schedule()`."""
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import RequestStatus
-
-    class OwnLoop(Scheduler):  # type: ignore[misc, unused-ignore]
-        def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            """One step: a token for each that runs, and everybody who waits."""
-            rows, planned = [], {}
-            for request in self.running:
-                if self.kv_cache_manager.allocate_slots(request, 1) is not None:
-                    rows.append((request, request.num_computed_tokens, 1))
-            while self.waiting:
-                request = self.waiting.peek_request()
-                blocks, hits, *_ = self.kv_cache_manager.get_computed_blocks(request)
-                new = request.num_tokens - hits
-                if self.kv_cache_manager.allocate_slots(request, new, hits, blocks) is None:
-                    break
-                self.running.append(self.waiting.pop_request())
-                request.status = RequestStatus.RUNNING
-                rows.append((request, hits, new))
-            for request, before, new in rows:
-                request.num_computed_tokens = before + new
-                planned[request.request_id] = new
-            return SchedulerOutput(
-                **known_arguments(
-                    SchedulerOutput,
-                    scheduled_new_reqs=[
-                        SimpleNamespace(req_id=request.request_id, num_computed_tokens=before)
-                        for request, before, _ in rows
-                    ],
-                    scheduled_cached_reqs=[],
-                    num_scheduled_tokens=planned,
-                    total_num_scheduled_tokens=sum(planned.values()),
-                    scheduled_spec_decode_tokens={},
-                    scheduled_encoder_inputs={},
-                    num_common_prefix_blocks=[0],
-                    finished_req_ids=set(),
-                    free_encoder_input_ids=[],
-                    free_encoder_mm_hashes=[],
-                    structured_output_request_ids={},
-                    grammar_bitmask=None,
-                )
-            )
-
-    return OwnLoop
