@@ -43,8 +43,10 @@ def recipe(tmp_path: Path) -> Recipe:
 
 def result(release: str, **fields: Any) -> Result:
     """A release that is right, but for the fields given."""
-    fields = {"state": "now", "tests_state": "now", "outcome": "applied", "passed": 5, "seconds": 7.0} | fields
-    return Result(release=release, **fields)
+    ended = {"outcome": "applied", "copied_scheduler": "not_affected"}
+    return Result(
+        release=release, **{"state": "now", "tests_state": "now", "passed": 5, "seconds": 7.0} | ended | fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,9 @@ def test_a_release_runs_again_when_what_it_ran_with_has_changed(
     ("fields", "good"),
     [
         ({}, True),
-        ({"outcome": "already_fixed"}, True),
+        ({"outcome": "already_fixed", "copied_scheduler": "applied"}, True),
+        ({"outcome": "already_fixed"}, False),
+        ({"copied_scheduler": "applied"}, False),
         ({"skipped": 3}, True),
         ({"failed": 1}, False),
         ({"outcome": "unknown_source"}, False),
@@ -156,18 +160,19 @@ def test_the_digest_follows_content_and_not_byte_code(tmp_path: Path) -> None:
 def test_the_table_has_a_row_for_every_release_also_for_one_that_never_ran(recipe: Recipe) -> None:
     known = {
         "1.0": result("1.0", passed=8, skipped=2, skips={"has no toys": 2}),
-        "1.1": result("1.1", outcome="", passed=0, reason="cannot be imported: no glue | none"),
+        "1.1": result("1.1", outcome="", copied_scheduler="", passed=0, reason="cannot be imported: no glue | none"),
         "2.0": result("2.0", failed=3, failures=("a.t::one: off", "a.t::two: wrong", "a.t::three: wrong")),
-        "3.0": result("3.0", outcome="already_fixed", state="before"),
+        "3.0": result("3.0", outcome="already_fixed", copied_scheduler="applied", state="before"),
     }
-    text = render(["1.0", "1.1", "2.0", "3.0", "4.0"], known, recipe, "now")
+    text = render(["1.0", "1.1", "2.0", "3.0", "4.0"], known, recipe, "now", {"2.1": "unknown source"})
     assert "2 of 5 releases are right" in text
     for row in (
-        "| 1.0 | `applied` | 8 | 0 | 2 | 7 | skipped a 2 |",
-        "| 1.1 | – | | | | 7 | cannot be imported: no glue \\| none |",
-        "| 2.0 | `applied` | 5 | 3 | 0 | 7 | see failed tests below |",
-        "| 3.0 | `already_fixed` | 5 | 0 | 0 | 7 | with an earlier state of kvmend |",
-        "| 4.0 | | | | | | not run yet |",
+        "| 1.0 | `applied` | `not_affected` | 8 | 0 | 2 | 7 | skipped a 2 |",
+        "| 1.1 | – | – | | | | 7 | cannot be imported: no glue \\| none |",
+        "| 2.0 | `applied` | `not_affected` | 5 | 3 | 0 | 7 | see failed tests below |",
+        "| 3.0 | `already_fixed` | `applied` | 5 | 0 | 0 | 7 | with an earlier state of kvmend |",
+        "| 4.0 | | | | | | | not run yet |",
+        "- 2.1: unknown source",
         "- a: has no toys",
         "- 2.0, `t::two` and 1 more: wrong",
         "- 2.0, `t::one`: off",
@@ -231,13 +236,14 @@ def no_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     monkeypatch.setattr(matrix, "SUPPORT", support)
     monkeypatch.setattr(matrix, "states", lambda: ("now", "now"))
     monkeypatch.setattr(matrix, "released", lambda *a: [Version("0.8.5"), Version("0.9.2"), Version("0.10.2")])
+    monkeypatch.setattr(matrix, "without_build", lambda everything: {})
     return pretend
 
 
 def test_the_command_runs_every_release_writes_the_table_and_goes_on_where_it_was(
     no_release: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = {"outcome": "applied", "passed": 3}
+    right = {"outcome": "applied", "copied_scheduler": "not_affected", "passed": 3}
     no_release(r0_8_5=CannotInstall("there is no wheel"), r0_9_2=right, r0_10_2=right)
     assert matrix.main(["--jobs", "2"]) == 1
     table = matrix.SUPPORT.read_text(encoding="utf-8")
@@ -253,13 +259,13 @@ def test_the_command_runs_every_release_writes_the_table_and_goes_on_where_it_wa
 def test_only_the_named_releases_run_and_fresh_forgets_what_is_known_of_them(
     no_release: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = {"outcome": "applied", "passed": 3}
+    right = {"outcome": "applied", "copied_scheduler": "not_affected", "passed": 3}
     no_release(r0_9_2=right)
     assert matrix.main(["0.9.2"]) == 0
     no_release(r0_9_2=right | {"failed": 1})
     assert matrix.main(["0.9.2"]) == 0
     assert matrix.main(["0.9.2", "--fresh"]) == 1
-    assert "| 0.8.5 | | | | | | not run yet |" in matrix.SUPPORT.read_text(encoding="utf-8")
+    assert "| 0.8.5 | | | | | | | not run yet |" in matrix.SUPPORT.read_text(encoding="utf-8")
 
 
 def test_a_release_that_is_not_on_the_index_is_refused(

