@@ -10,7 +10,7 @@ help:  ## what there is
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 test: $(TOOLS)/.ready  ## everything that CI runs
-	$(NOX) -s lint types unit fastdeploy vllm engine
+	$(NOX) -s lint types unit fastdeploy vllm vllm_as_released engine
 
 demo: $(TOOLS)/.ready  ## the fault and the fix on the real vLLM engine
 	@$(NOX) -s demo -- $(ARGS)
@@ -22,7 +22,7 @@ unit: $(TOOLS)/.ready  ## the host, on every Python found; make test takes the o
 	$(NOX) -s unit unit_between
 
 vllm: $(TOOLS)/.ready  ## scheduler-level tests on real vLLM releases
-	$(NOX) -s vllm
+	$(NOX) -s vllm vllm_as_released
 
 engine: $(TOOLS)/.ready  ## the real engine, offline and over HTTP
 	$(NOX) -s engine
