@@ -13,7 +13,7 @@ from kvmend.judge import judge, may_force, read_bodies
 from kvmend.locate import locate_path
 from kvmend.outcome import Outcome
 from kvmend.plan import Plan, make_plan
-from support.toyfix import TOYFW, make_fix, probe, site, write_table
+from support.toyfix import CACHE, TOYFW, make_fix, probe, site, write_table
 from support.toyfw import ENGINE, write_release
 
 ONE_TOKEN = {"engine": ENGINE.replace("self.lookups += 1", "self.lookups += 2")}
@@ -86,7 +86,68 @@ def test_a_combination_of_known_bodies_that_no_release_has_is_unknown(root: Path
     write_release(root, changes={"engine": mixed})
     name, reason = outcome(fix, root)
     assert name == "unknown_source"
-    assert reason.startswith("every body is known, but no release has this combination; its structure looks affected")
+    assert reason == (
+        "no release has this combination of bodies: most are those of 1.0, toyfw.engine:Engine.admit "
+        f"({root}/toyfw/engine.py:15) is that of 2.0; its structure looks affected: the lookup counts"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "extra", "expected"),
+    [
+        (ENGINE.replace("def admit", "def admitted"), {}, "{root}/toyfw/engine.py has no Engine.admit"),
+        (ENGINE, {"cache": "x = 1\n"}, "{root}/toyfw/cache.py has no Cache.get"),
+        (ENGINE, {"cache": None}, "{root}/toyfw has no module toyfw.cache, hence no Cache.get"),
+    ],
+)
+def test_a_body_that_is_absent_is_named_with_the_known_source_that_has_it(
+    root: Path, engine: str, extra: dict[str, str | None], expected: str
+) -> None:
+    """Catches a message that says every body is known when one of them is not there at all."""
+    fix = make_fix(site("Engine.lookup"), site("Cache.get", CACHE))
+    fix = dataclasses.replace(fix, fingerprints=write_table(root, fix))
+    package = write_release(root, changes={"engine": engine} | {k: v for k, v in extra.items() if v is not None})
+    if extra.get("cache", "") is None:
+        (package / "cache.py").unlink()
+    name, reason = outcome(fix, root)
+    assert name == "unknown_source"
+    assert reason.startswith(f"{expected.format(root=root)}, which the nearest known source, that of 1.0, has; ")
+
+
+def loop(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def latin(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"Counts", b"\xe9"))
+
+
+def cut_short(file: Path) -> None:
+    file.write_text(file.read_text(encoding="utf-8") + "\nclass Half(\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (loop, "engine.py cannot be read: Too many levels of symbolic links"),
+        (latin, "engine.py cannot be read: not UTF-8 (byte "),
+        (cut_short, "engine.py is no source that Python 3."),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_unknown_with_the_cause_and_never_not_affected(
+    root: Path, fix: Fix, damage: Any, expected: str
+) -> None:
+    """Catches a probe that takes an unreadable file for a release without the fault."""
+    spared = dataclasses.replace(fix, probe=lambda sources: Finding(state=NOT_AFFECTED, reason="has no engine"))
+    damage(write_release(root) / "engine.py")
+    if damage is cut_short:  # every body of it is found: what surrounds them is no matter
+        assert outcome(fix, root)[0] == "armed"
+        (root / "toyfw" / "engine.py").write_text("def lookup(:\n", encoding="utf-8")
+    for each in (fix, spared):
+        name, reason = outcome(each, root)
+        assert name == "unknown_source"
+        assert expected in reason
 
 
 @pytest.mark.parametrize("value", ["1", "0", "force"])

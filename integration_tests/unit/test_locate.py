@@ -127,6 +127,14 @@ def test_two_distributions_that_provide_the_package_are_both_named_the_usual_one
     assert at(tmp_path).version == "1.0"
 
 
+def test_a_development_egg_is_a_distribution_too(tmp_path: Path) -> None:
+    write_release(tmp_path, dist=None)
+    egg = tmp_path / "toyfw.egg-info"
+    egg.mkdir()
+    (egg / "PKG-INFO").write_text("Name: toyfw\nVersion: 1.0\n", encoding="utf-8")
+    assert at(tmp_path).distributions == (TOY,)
+
+
 def test_a_distribution_without_metadata_is_passed_over(tmp_path: Path) -> None:
     write_release(tmp_path)
     (tmp_path / "toyfw_cpu-9.dist-info").mkdir()
@@ -147,6 +155,9 @@ def test_a_distribution_without_metadata_is_passed_over(tmp_path: Path) -> None:
         "usr/local/lib/python3.12/site-packages",
         "opt/conda/lib/python3.11/site-packages",
         "root/.venv/lib/python3.13/site-packages",
+        "opt/conda/envs/serving/lib/python3.12/site-packages",
+        ".venv/lib/python3.12/site-packages",
+        "home/serving/.local/lib/python3.12/site-packages",
     ],
 )
 def test_a_folder_an_environment_and_a_container_root_are_looked_through(tmp_path: Path, below: str) -> None:
@@ -154,6 +165,17 @@ def test_a_folder_an_environment_and_a_container_root_are_looked_through(tmp_pat
     installation = at(tmp_path)
     assert (installation.location, installation.distributions) == (str(package), (TOY,))
     assert lookup_of(installation) == f"{package}/engine.py:10"
+
+
+def test_a_root_with_several_installations_names_the_others(tmp_path: Path) -> None:
+    """Catches a verdict on an installation that the server does not use, without a word."""
+    first = write_release(tmp_path / "usr/local/lib/python3.12/dist-packages")
+    second = write_release(tmp_path / "opt/venv/lib/python3.12/site-packages")
+    (tmp_path / "opt/alias").symlink_to("venv")
+    assert (at(tmp_path).location, at(tmp_path).others) == (
+        str(first),
+        (str(tmp_path / "opt/alias" / "/".join(second.parts[-4:])),),
+    )
 
 
 def test_the_package_folder_itself_is_enough(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmend.errors import FingerprintError
-from kvmend.fingerprint import Table, load_table
+from kvmend.fingerprint import Generation, Table, load_table
 from kvmend.fix import AFFECTED, UNKNOWN, Finding, Fix
 from kvmend.locate import Installation
 from kvmend.outcome import Evidence
@@ -70,7 +70,11 @@ def judge(fix: Fix, installation: Installation) -> Judgement:
         finding = Finding(state=UNKNOWN, reason=f"the probe failed: {type(error).__name__}: {error}")
     generation = table.match(bodies)
     state, known_as = finding.state, _NOBODY
-    if generation is not None:
+    unreadable = _unreadable(fix, installation, bodies, parse=generation is None)
+    if unreadable:
+        # Whatever is in there, a probe takes it for absent and may call the fault so too.
+        state, reason = UNKNOWN, unreadable
+    elif generation is not None:
         known_as = generation.releases
         agreed = (finding.state, finding.features) == (generation.state, generation.features)
         state = generation.state if agreed else UNKNOWN
@@ -85,7 +89,7 @@ def judge(fix: Fix, installation: Installation) -> Judgement:
         reason = finding.reason
     else:
         state = UNKNOWN
-        reason = table_error or _difference(evidence, finding)
+        reason = table_error or _difference(installation, table, evidence, finding)
     return Judgement(
         state=state,
         reason=reason,
@@ -120,10 +124,41 @@ def _name(releases: tuple[str, ...]) -> str:
     return releases[0] if len(releases) == 1 else f"{releases[0]} – {releases[-1]}"
 
 
-def _difference(evidence: tuple[Evidence, ...], finding: Finding) -> str:
+def _unreadable(fix: Fix, installation: Installation, bodies: Mapping[str, str | None], *, parse: bool) -> str:
+    """Why a body that was not found may be there all the same, or "" if it is not. Parsing takes milliseconds."""
+    modules = dict.fromkeys(body.module for body in fix.read if bodies[body.key] is None)
+    return next((trouble for module in modules if (trouble := installation.trouble(module, parse=parse))), "")
+
+
+def _difference(installation: Installation, table: Table, evidence: tuple[Evidence, ...], finding: Finding) -> str:
     """Names the first body that no known release has, since that is where the reader must look."""
     looks = f"its structure looks {finding.state.replace('_', ' ')}: {finding.reason}"
     for entry in evidence:
         if entry.fingerprint is not None and not entry.known_as:
             return f"{entry.body} ({entry.path}:{entry.line}) is that of no known release; {looks}"
-    return f"every body is known, but no release has this combination; {looks}"
+    nearest = max(table.generations, key=lambda each: _shared(each, evidence), default=None)
+    if nearest is None:
+        return f"the table of known sources is empty; {looks}"
+    name = _name(nearest.releases)
+    entry = next(entry for entry in evidence if nearest.bodies.get(entry.body) != entry.fingerprint)
+    if entry.fingerprint is None:
+        return f"{_absent(installation, entry)}, which the nearest known source, that of {name}, has; {looks}"
+    whose = f"that of {_name(entry.known_as)}"
+    if nearest.bodies.get(entry.body) is None:
+        whose += ", and absent there"
+    return (
+        f"no release has this combination of bodies: most are those of {name}, "
+        f"{entry.body} ({entry.path}:{entry.line}) is {whose}; {looks}"
+    )
+
+
+def _shared(generation: Generation, evidence: tuple[Evidence, ...]) -> int:
+    return sum(generation.bodies.get(entry.body) == entry.fingerprint for entry in evidence)
+
+
+def _absent(installation: Installation, entry: Evidence) -> str:
+    """In which way a body is not there."""
+    module, _, qualname = entry.body.partition(":")
+    if entry.path is None:
+        return f"{installation.location} has no module {module}, hence no {qualname}"
+    return f"{entry.path} has no {qualname}"

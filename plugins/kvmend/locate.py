@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import re
 import sys
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -29,15 +31,28 @@ _SITE_PATTERNS = (
     "usr/local/lib/python3*/site-packages",
     "usr/local/lib/python3*/dist-packages",
     "opt/*/lib/python3*/site-packages",
-    "root/.venv/lib/python3*/site-packages",
+    "opt/*/envs/*/lib/python3*/site-packages",
+    "*venv*/lib/python3*/site-packages",
+    ".venv/lib/python3*/site-packages",
+    "*/.venv/lib/python3*/site-packages",
+    "root/*conda*/lib/python3*/site-packages",
+    "root/.local/lib/python3*/site-packages",
+    "home/*/.venv/lib/python3*/site-packages",
+    "home/*/.local/lib/python3*/site-packages",
 )
+#: The two kinds of folder that installers keep metadata in, and the file with the name and the version.
+_METADATA = {".dist-info": "METADATA", ".egg-info": "PKG-INFO"}
 
 
 class Tree(Protocol):
     """A place that holds packages."""
 
     def read(self, relative: str) -> str | None:
-        """Text of a file by its path below the place, or None if it is not there."""
+        """Text of a file by its path below the place, or None if it is not there.
+
+        Raises:
+            LocateError: It is there and cannot be read, or is not UTF-8; the message names file and cause.
+        """
 
     def where(self, relative: str) -> str:
         """How the user would name that file."""
@@ -53,8 +68,10 @@ class FolderTree:
         """See `Tree.read`."""
         try:
             return (self.root / relative).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError):
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise LocateError(f"{self.where(relative)} cannot be read: {_cause(error)}") from error
 
     def where(self, relative: str) -> str:
         """See `Tree.where`."""
@@ -72,12 +89,20 @@ class WheelTree:
         try:
             with zipfile.ZipFile(self.path) as archive:
                 return archive.read(relative).decode("utf-8-sig")
-        except (KeyError, UnicodeDecodeError, OSError, zipfile.BadZipFile, zlib.error):
+        except KeyError:
             return None
+        except (UnicodeDecodeError, OSError, zipfile.BadZipFile, zlib.error) as error:
+            raise LocateError(f"{self.where(relative)} cannot be read: {_cause(error)}") from error
 
     def where(self, relative: str) -> str:
         """See `Tree.where`."""
         return f"{self.path}!/{relative}"
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 (byte {error.start})"
+    return str(getattr(error, "strerror", None) or error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +122,16 @@ class Installation:
         tree: Where the files are.
         location: The package, as the user would name it.
         distributions: Who provides it; empty for a plain source tree, more than one is worth a warning.
+        others: Further places that hold the package, where a path was given that has several.
     """
 
     framework: Framework
     tree: Tree
     location: str
     distributions: tuple[Distribution, ...] = ()
+    others: tuple[str, ...] = ()
     _texts: dict[str, tuple[str, str] | None] = field(default_factory=dict)
+    _troubles: dict[str, str] = field(default_factory=dict)
     _bodies: dict[str, BodySource | None] = field(default_factory=dict)
 
     @cached_property
@@ -114,15 +142,33 @@ class Installation:
     def _module(self, module: str) -> tuple[str, str] | None:
         if module not in self._texts:
             base = module.replace(".", "/")
-            self._texts[module] = next(
-                (
-                    (text, self.tree.where(relative))
-                    for relative in (f"{base}.py", f"{base}/__init__.py")
-                    if (text := self.tree.read(relative)) is not None
-                ),
-                None,
-            )
+            try:
+                self._texts[module] = next(
+                    (
+                        (text, self.tree.where(relative))
+                        for relative in (f"{base}.py", f"{base}/__init__.py")
+                        if (text := self.tree.read(relative)) is not None
+                    ),
+                    None,
+                )
+            except LocateError as error:
+                self._texts[module], self._troubles[module] = None, str(error)
         return self._texts[module]
+
+    def trouble(self, module: str, *, parse: bool = True) -> str:
+        """Why the file of a module, which is there, cannot be judged.
+
+        Args:
+            module: Dotted name.
+            parse: Whether to look also if it is Python to this interpreter.
+
+        Returns:
+            One line, or "" if it can be judged or is not there.
+        """
+        found = self._module(module)
+        if found is not None and parse and module not in self._troubles:
+            self._troubles[module] = _not_python(*found)
+        return self._troubles.get(module, "")
 
     def text(self, module: str) -> str | None:
         """The whole source of a module, or None if it is not there."""
@@ -141,6 +187,18 @@ class Installation:
             found = self._module(module)
             self._bodies[key] = find_body(found[0], module, qualname, found[1]) if found else None
         return self._bodies[key]
+
+
+def _not_python(text: str, path: str) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        cause = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
+        return f"{path} is no source that Python {version} can parse: {cause}"
+    return ""
 
 
 def locate_installed(framework: Framework) -> Installation | None:
@@ -188,17 +246,21 @@ def locate_path(framework: Framework, path: Path) -> Installation | None:
     path = path.resolve()
     if path.name == framework.package and (path / "__init__.py").is_file():
         path = path.parent
+    roots: dict[Path, Path] = {}
     for pattern in _SITE_PATTERNS:
         for root in sorted(path.glob(pattern)) if pattern else [path]:
-            package = root / framework.package
-            if (package / "__init__.py").is_file():
-                return Installation(
-                    framework=framework,
-                    tree=FolderTree(root),
-                    location=str(package),
-                    distributions=_distributions(framework, root),
-                )
-    return None
+            if (root / framework.package / "__init__.py").is_file():
+                roots.setdefault(root.resolve(), root)
+    if not roots:
+        return None
+    root, *others = roots.values()
+    return Installation(
+        framework=framework,
+        tree=FolderTree(root),
+        location=str(root / framework.package),
+        distributions=_distributions(framework, root),
+        others=tuple(str(other / framework.package) for other in others),
+    )
 
 
 def _locate_wheel(framework: Framework, path: Path) -> Installation | None:
@@ -211,7 +273,7 @@ def _locate_wheel(framework: Framework, path: Path) -> Installation | None:
         return None
     tree = WheelTree(path)
     metadata = next((name for name in sorted(names) if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)), None)
-    text = tree.read(metadata) if metadata else None
+    text = _read_or_none(tree, metadata) if metadata else None
     return Installation(
         framework=framework,
         tree=tree,
@@ -239,21 +301,35 @@ def _normal(name: str) -> str:
 def _distributions(framework: Framework, root: Path) -> tuple[Distribution, ...]:
     """Distributions in `root` that provide the package: by known name first, by what they install otherwise."""
     known = [_normal(name) for name in framework.distributions]
-    infos = sorted(root.glob("*.dist-info"))
-    chosen = [info for info in infos if _normal(info.name[: -len(".dist-info")].rpartition("-")[0]) in known]
+    infos = [info for suffix in _METADATA for info in sorted(root.glob(f"*{suffix}"))]
+    chosen = [info for info in infos if _normal(_project(info)) in known]
     if not chosen:
         chosen = [info for info in infos if _installs(info, framework.package)]
     found = [
-        distribution for info in chosen for distribution in _parse_metadata(FolderTree(info).read("METADATA") or "")
+        distribution
+        for info in chosen
+        for distribution in _parse_metadata(_read_or_none(FolderTree(info), _METADATA[info.suffix]) or "")
     ]
     return tuple(sorted(found, key=lambda entry: known.index(name) if (name := _normal(entry.name)) in known else 99))
 
 
+def _project(info: Path) -> str:
+    """The project's name in the name of a metadata folder; a development egg has no version in its name."""
+    return info.stem.partition("-")[0]
+
+
+def _read_or_none(tree: Tree, relative: str) -> str | None:
+    try:
+        return tree.read(relative)
+    except LocateError:
+        return None
+
+
 def _installs(info: Path, package: str) -> bool:
-    top_level = FolderTree(info).read("top_level.txt")
+    top_level = _read_or_none(FolderTree(info), "top_level.txt")
     if top_level is not None:
         return package in top_level.split()
-    record = FolderTree(info).read("RECORD") or ""
+    record = _read_or_none(FolderTree(info), "RECORD") or ""
     return record.startswith(f"{package}/") or f"\n{package}/" in record
 
 
