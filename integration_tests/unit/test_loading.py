@@ -22,7 +22,7 @@ _LOAD = """
 import logging, sys
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(levelname)s %(name)s %(message)s")
 from kvmend import loading
-loading._load("toyfw")
+loading.load("toyfw")
 """
 _SAY = """
 from kvmend.applier import results
@@ -119,7 +119,7 @@ def test_what_an_operator_must_see_is_a_warning(
 
 def test_a_probe_that_raises_is_an_unknown_source_and_the_server_comes_up(fixes: list[Any]) -> None:
     fixes[:] = [make_fix(probe=raising), make_fix(id="toy-later", switch="KVMEND_TOY_LATER")]
-    loading._load("toyfw")
+    loading.load("toyfw")
     assert [str(result.outcome) for result in applier.results()] == ["unknown_source", "applied"]
 
 
@@ -267,7 +267,7 @@ def test_an_armed_fix_says_nothing_until_it_is_settled_and_then_once(root: Path)
     write_release(root)
     register_fix(root)
     code = (
-        _LOAD + "print('armed')\nloading._load('toyfw')\nimport toyfw.engine\nprint('imported')\nimport toyfw.cache\n"
+        _LOAD + "print('armed')\nloading.load('toyfw')\nimport toyfw.engine\nprint('imported')\nimport toyfw.cache\n"
     )
     lines = [line for line in run(code, path=[root]).stdout.splitlines() if "toy-count" in line or " " not in line]
     assert [line for line in lines if not line.startswith("DEBUG")] == [

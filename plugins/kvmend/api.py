@@ -20,6 +20,7 @@ from kvmend.fix import (
     Sources,
     Wrap,
 )
+from kvmend.pluginlist import left_out
 from kvmend.seams import reached
 from kvmend.settings import strict
 
@@ -40,6 +41,7 @@ __all__ = [
     "Site",
     "Sources",
     "Wrap",
+    "left_out",
     "reached",
     "strict",
 ]

@@ -44,6 +44,7 @@ class Framework:
         processes: Which processes load the plugin, in a few words.
         unloadable: Why the framework's own plugin loader would leave kvmend out, one line per reason, from the
             environment variables and the installed source; None if its loader takes everything.
+        plugin_group: Entry-point group that the framework's loader reads kvmend from; "" if there is none.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Framework:
     logger: str | Callable[[], str]
     processes: str = ""
     unloadable: Callable[[Mapping[str, str], Sources], tuple[str, ...]] | None = None
+    plugin_group: str = ""
 
     def log(self) -> logging.Logger:
         """The logger for whatever kvmend says in the framework's processes."""

@@ -19,15 +19,20 @@ from kvmend.plan import Plan
 
 def load_vllm() -> None:
     """Entry point of the group `vllm.general_plugins`."""
-    _load("vllm")
+    load("vllm")
 
 
 def load_fastdeploy() -> None:
     """Entry point of the plugin groups that every FastDeploy process loads."""
-    _load("fastdeploy")
+    load("fastdeploy")
 
 
-def _load(package: str) -> None:
+def load(package: str) -> None:
+    """Applies the fixes of one framework; whatever else goes wrong is logged and goes no further.
+
+    Raises:
+        StrictError: KVMEND_STRICT=1 asks for it.
+    """
     try:
         apply_all(package)
     except StrictError:

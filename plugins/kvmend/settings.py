@@ -14,9 +14,7 @@ STRICT = "KVMEND_STRICT"
 STATE_DIR = "KVMEND_STATE_DIR"
 _ON_OFF = ("1", "0")
 #: Variables that only the project's own tests and makefile read.
-_NOT_SWITCHES = frozenset(
-    {"KVMEND_CACHE", "KVMEND_FASTDEPLOY_PYTHON", "KVMEND_FASTDEPLOY_TREE", "KVMEND_FASTDEPLOY_TREES"}
-)
+ASIDE = frozenset({"KVMEND_CACHE", "KVMEND_FASTDEPLOY_PYTHON", "KVMEND_FASTDEPLOY_TREE", "KVMEND_FASTDEPLOY_TREES"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +79,6 @@ def state_dir(environ: Mapping[str, str] | None = None) -> str | None:
 
 def unknown_variables(fixes: Iterable[Fix], environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Variables that look like switches of kvmend and are none: a misspelt switch would be a silent no-op."""
-    known = {MASTER, STRICT, STATE_DIR, *_NOT_SWITCHES, *(fix.switch for fix in fixes)}
+    known = {MASTER, STRICT, STATE_DIR, *ASIDE, *(fix.switch for fix in fixes)}
     environ = os.environ if environ is None else environ
     return tuple(sorted(name for name in environ if name.startswith("KVMEND") and name not in known))

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from collections.abc import Mapping
 
-from kvmend.api import Framework, Sources
+from kvmend.api import Framework, Sources, left_out
 
 _LOADER = "fastdeploy.plugins.utils"
 
 
 def unloadable(environ: Mapping[str, str], sources: Sources) -> tuple[str, ...]:
-    """`FD_PLUGINS` unset loads everything in 2.3 and nothing from 2.4 on; names are split on commas, spaces and all."""
+    """`FD_PLUGINS` unset loads everything in 2.3 and nothing from 2.4 on; set, only the names between its commas."""
     value = environ.get("FD_PLUGINS")
-    if value is None:
-        loader = sources.body(_LOADER, "load_plugins_by_group")
-        # Read off the source, as everything: the release that changed it is not the only one that may.
-        loads_all = loader is not None and "allowed_plugins is None or" in loader.text
-        return () if loads_all else ("FD_PLUGINS is not set, and this release then loads no plugin: set it to kvmend",)
-    names = value.split(",")
-    if "kvmend" in names:
+    if value is not None:
+        reason = left_out("FD_PLUGINS", value)
+        return (reason,) if reason else ()
+    # Read off the source, as everything: the release that changed it is not the only one that may.
+    loader = sources.body(_LOADER, "load_plugins_by_group")
+    if loader is None:
+        return ("FD_PLUGINS is not set, and what this release then loads cannot be read: set FD_PLUGINS=kvmend",)
+    if _loads_all(loader.tree):
         return ()
-    hint = " (spaces are not stripped)" if "kvmend" in map(str.strip, names) else ""
-    return (f"FD_PLUGINS={value!r} does not name kvmend{hint}: it will not be loaded",)
+    return ("FD_PLUGINS is not set, and this release then loads no plugin: set FD_PLUGINS=kvmend",)
+
+
+def _loads_all(loader: ast.AST) -> bool:
+    """Whether the loader takes every plugin where no list is given: it asks for that, and does not return for it."""
+    nodes = list(ast.walk(loader))
+    returns = any(
+        isinstance(node, ast.If) and _asks_for_none(node.test) and isinstance(node.body[-1], ast.Return)
+        for node in nodes
+    )
+    takes = any(
+        isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) and any(map(_asks_for_none, node.values))
+        for node in nodes
+    )
+    return takes and not returns
+
+
+def _asks_for_none(test: ast.expr) -> bool:
+    """Whether a condition is `<something> is None`."""
+    return (
+        isinstance(test, ast.Compare)
+        and len(test.ops) == 1
+        and isinstance(test.ops[0], ast.Is)
+        and isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value is None
+    )
 
 
 def logger() -> str:
@@ -38,4 +64,5 @@ FASTDEPLOY = Framework(
     logger=logger,
     processes="API server, engine, workers and cache transfer processes",
     unloadable=unloadable,
+    plugin_group="fastdeploy.reasoning_parser_plugins",
 )

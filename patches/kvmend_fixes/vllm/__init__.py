@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvmend.api import Framework, Sources
+from kvmend.api import Framework, Sources, left_out
 
 
 def unloadable(environ: Mapping[str, str], sources: Sources) -> tuple[str, ...]:
-    """`VLLM_PLUGINS` unset loads every plugin; set, only the names between its commas, spaces and all."""
+    """`VLLM_PLUGINS` unset loads every plugin; set, only the names between its commas."""
     value = environ.get("VLLM_PLUGINS")
-    names = [] if value is None else value.split(",")
-    if value is None or "kvmend" in names:
-        return ()
-    hint = " (spaces are not stripped)" if "kvmend" in map(str.strip, names) else ""
-    return (f"VLLM_PLUGINS={value!r} does not name kvmend{hint}: it will not be loaded",)
+    reason = "" if value is None else left_out("VLLM_PLUGINS", value)
+    return (reason,) if reason else ()
 
 
 VLLM = Framework(
@@ -24,4 +21,5 @@ VLLM = Framework(
     logger="vllm",
     processes="API server, EngineCore and every worker",
     unloadable=unloadable,
+    plugin_group="vllm.general_plugins",
 )

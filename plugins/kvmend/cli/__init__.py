@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import click
 
 from kvmend import __version__
-from kvmend.cli import catalogue, check, demo, fingerprint, verify
+from kvmend.cli import catalogue, check, demo, fingerprint, hook, verify
+from kvmend.cli.output import reader_may_leave
 from kvmend.errors import KvmendError
 
 
@@ -24,6 +25,7 @@ for command in (
     catalogue.explain_command,
     check.check_command,
     verify.verify_command,
+    hook.hook_command,
     demo.demo_command,
     fingerprint.fingerprint_command,
 ):
@@ -41,8 +43,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # A terminal that cannot show a sign shows another one; it is no reason to say nothing.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    code = None
     try:
-        code = cli.main(args=arguments, prog_name="kvmend", standalone_mode=False)
+        with reader_may_leave():
+            code = cli.main(args=arguments, prog_name="kvmend", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.exceptions.Abort:
         return _fail("interrupted", 130)
@@ -54,7 +58,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.format_message()}{f' See {usage} --help.' if usage else ''}", error.exit_code)
     except KvmendError as error:
         return _fail(str(error), 2)
-    except BrokenPipeError:
+    except SystemExit:  # click's own way with a reader that left while help was printed
         return 0
     except Exception as error:  # nobody on call can use a traceback
         return _fail(f"internal error: {type(error).__name__}: {error}", 1)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
-from rich.padding import Padding
 
 from kvmend import registry
+from kvmend.cli.output import console, paragraph, reader_may_leave
 from kvmend.errors import UsageError
 from kvmend.fix import Fix
 from kvmend.settings import allowed_values
@@ -36,10 +35,12 @@ def fix_named(name: str) -> Fix:
 @click.command("list")
 def list_command() -> None:
     """Lists the fixes."""
-    console = Console(highlight=False)
-    for fix in all_fixes():
-        console.print(f"[bold]{fix.id}[/]  {fix.framework.name} {fix.releases}  {fix.switch}", soft_wrap=True)
-        console.print(Padding(fix.summary, (0, 0, 0, 2)))
+    fixes = all_fixes()
+    with reader_may_leave():
+        out = console()
+        for fix in fixes:
+            out.print(f"[bold]{fix.id}[/]  {fix.framework.name} {fix.releases}  {fix.switch}", soft_wrap=True)
+            paragraph(out, fix.summary)
 
 
 def paragraphs(text: str) -> str:
@@ -52,24 +53,29 @@ def paragraphs(text: str) -> str:
 def explain_command(fix: str) -> None:
     """Says why FIX is needed, how it works, and when to remove it."""
     record = fix_named(fix)
-    console = Console(highlight=False)
-    console.print(f"[bold]{record.id}[/] - {record.summary}")
-    console.print(
+    with reader_may_leave():
+        _explain(record)
+
+
+def _explain(record: Fix) -> None:
+    out = console()
+    out.print(f"[bold]{record.id}[/] - {record.summary}")
+    out.print(
         f"{record.framework.name} {record.releases}; switch {record.switch} = {'|'.join(allowed_values(record))}\n"
     )
     for heading, text in (("Why", record.why), ("How", record.how), ("Remove when", record.remove_when)):
-        console.print(f"[bold]{heading}[/]")
-        console.print(paragraphs(text) + "\n", markup=False)
-    console.print("[bold]Touches[/]")
+        out.print(f"[bold]{heading}[/]")
+        out.print(paragraphs(text) + "\n", markup=False)
+    out.print("[bold]Touches[/]")
     for site in record.sites:
         only = f"  (where the source has: {', '.join(sorted(site.features))})" if site.features else ""
-        console.print(f"  {site.key}{only}", markup=False, soft_wrap=True)
-    console.print("[bold]Reads[/]")
+        out.print(f"  {site.key}{only}", markup=False, soft_wrap=True)
+    out.print("[bold]Reads[/]")
     for body in record.bodies:
-        console.print(f"  {body.key}", markup=False, soft_wrap=True)
-    console.print("[bold]Counters[/]")
+        out.print(f"  {body.key}", markup=False, soft_wrap=True)
+    out.print("[bold]Counters[/]")
     for name, meaning in record.counters.items():
-        console.print(f"  {name}: {meaning}", markup=False)
-    console.print("[bold]Upstream[/]")
+        out.print(f"  {name}: {meaning}", markup=False)
+    out.print("[bold]Upstream[/]")
     for link in record.upstream:
-        console.print(f"  {link}", markup=False, soft_wrap=True)
+        out.print(f"  {link}", markup=False, soft_wrap=True)

@@ -5,86 +5,134 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvmend import __version__, settings
-from kvmend.cli.catalogue import all_fixes
+from kvmend import __version__, registry, settings, startup
+from kvmend.cli import hook, presence
+from kvmend.cli.output import console, paragraph, reader_may_leave, table
 from kvmend.errors import LocateError, SettingsError
 from kvmend.fix import Fix
-from kvmend.locate import Installation, locate_installed, locate_path
+from kvmend.locate import FolderTree, Installation, locate_installed, locate_path
 from kvmend.outcome import Outcome, Result
 from kvmend.plan import make_plan
 
 SCHEMA = 1
+WILL_APPLY, NOT_LOADED = "will_apply", "not_loaded"
+_ADVICE = {
+    WILL_APPLY: "It goes in when the framework is imported. Nothing to do.",
+    NOT_LOADED: (
+        "The source is one that kvmend mends, but no process would load kvmend: do what the problem says, or, for "
+        "processes that load no plugins, run kvmend hook enable."
+    ),
+}
 
 
 @click.command("check")
 @click.option("--path", type=click.Path(path_type=Path), help="A folder, an environment, a container root or a wheel.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+@click.option("--env", "with_env", is_flag=True, help="With --path: let this shell's environment variables count.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output; check.schema.json describes it.")
 @click.option("--evidence", is_flag=True, help="Also show every body that was read.")
-def check_command(path: Path | None, as_json: bool, evidence: bool) -> int:
-    """Says what each fix will do here. Exit code 0 if every wanted fix can do its job or is not needed, 1 if not."""
-    fixes = all_fixes()
-    report = examine(fixes, path)
-    if as_json:
-        click.echo(json.dumps(report, indent=1))
-    else:
-        _print(report, evidence)
+def check_command(path: Path | None, with_env: bool, as_json: bool, evidence: bool) -> int:
+    """Says what each fix will do here, and what to do about it.
+
+    Exit code 0 if every wanted fix will do its job or is not needed, 1 if not, 2 if there is nothing to look at.
+    With --path, switches and plugin lists of this shell do not count unless --env says so: the server's environment is
+    another one.
+    """
+    fixes, broken = registry.discover()
+    environ = os.environ if path is None or with_env else {}
+    report = examine(fixes, path, environ=environ, broken=broken)
+    with reader_may_leave():
+        if as_json:
+            click.echo(json.dumps(report, indent=1))
+        else:
+            _print(report, evidence)
     return 0 if report["ok"] else 1
 
 
-def examine(fixes: Sequence[Fix], path: Path | None = None) -> dict[str, Any]:
+def examine(
+    fixes: Sequence[Fix],
+    path: Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    broken: Sequence[registry.BrokenFix] = (),
+) -> dict[str, Any]:
     """The report of `kvmend check`.
 
     Args:
         fixes: The fixes to judge.
         path: What the user gave with --path, or None for this environment.
+        environ: Environment variables that count; the process's own if None.
+        broken: Registered fixes that could not be loaded.
 
     Raises:
         LocateError: The path is no place, or holds none of the frameworks.
     """
+    environ = os.environ if environ is None else environ
     installations = _installations(fixes, path)
-    if path is not None and not any(installations.values()):
+    if path is not None and fixes and not any(installations.values()):
         packages = ", ".join(sorted(installations))
         raise LocateError(f"{path}: none of the packages {packages} is in it")
-    strict_problem = _strict_problem()
+    metadata = presence.metadata_in(sys.path)
+    problems = [_problem(text, fatal=fatal) for text, fatal in presence.own_problems(metadata)]
+    problems += [
+        _problem(f"fix {each.name} of {each.distribution} could not be loaded: {each.reason}", fatal=True)
+        for each in broken
+    ]
+    strict_problem = _strict_problem(environ)
+    if strict_problem:
+        problems.append(_problem(f"{strict_problem}; no fix will be applied", fatal=True))
+    here = _Here(environ=environ, path=path, metadata=tuple(metadata), hook=hook.read_hook(_site(path, installations)))
     rows = []
     for fix in fixes:
         installation = installations[fix.framework.package]
         if installation is None and path is not None:
             continue
-        plan = make_plan(fix, installation=installation) if installation else make_plan(fix)
-        problems = _problems(fix, installation) if plan.wanted and installation else []
-        if plan.wanted and strict_problem:
-            problems.append(_problem(f"{strict_problem}; no fix will be applied", fatal=True))
-        # Without the framework there is nothing to mend, unless the user said where to look.
-        ok = not plan.wanted or plan.result.outcome.good or plan.result.outcome is Outcome.NOT_INSTALLED
-        rows.append(_row(fix, plan.result, installation, problems, ok and not any(p["fatal"] for p in problems)))
-    warnings = [f"{name} is no switch of kvmend; misspelt?" for name in settings.unknown_variables(fixes)]
-    if strict_problem:
-        warnings.append(strict_problem)
+        rows.append(_row(fix, installation, here, strict_problem))
+    problems += [
+        _problem(f"{name} is no switch of kvmend; misspelt?", fatal=False)
+        for name in settings.unknown_variables(fixes, environ)
+    ]
     return {
         "schema": SCHEMA,
         "kvmend": __version__,
+        "python": sys.executable,
         "path": str(path) if path else None,
-        "ok": all(row["ok"] for row in rows),
+        "environment": path is None or environ is os.environ,
+        "ok": all(row["ok"] for row in rows) and not any(each["fatal"] for each in problems),
         "fixes": rows,
-        "warnings": warnings,
+        "problems": problems,
+        "hook": {"state": here.hook.state, "path": str(here.hook.path), "packages": list(here.hook.packages)},
+        "notes": [*_unlooked_at(path, environ), *_nothing_here(installations), *_hook_note(here)],
     }
 
 
-def _strict_problem() -> str:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Here:
+    """What a row needs beside its fix and installation."""
+
+    environ: Mapping[str, str]
+    path: Path | None
+    metadata: tuple[presence.Metadata, ...]
+    hook: hook.Hook
+
+    def hooked(self, package: str) -> bool:
+        """Whether the startup hook would bring kvmend in, whatever the plugin lists say."""
+        return package in self.hook.packages and (self.path is not None or package in startup.watched())
+
+
+def _strict_problem(environ: Mapping[str, str]) -> str:
     try:
-        settings.strict()
+        settings.strict(environ)
     except SettingsError as error:
         return str(error)
     return ""
@@ -98,30 +146,105 @@ def _installations(fixes: Sequence[Fix], path: Path | None) -> dict[str, Install
     }
 
 
-def _problems(fix: Fix, installation: Installation) -> list[dict[str, Any]]:
-    """What would keep the fix from being loaded, or makes the verdict doubtful."""
-    problems = []
+def _site(path: Path | None, installations: Mapping[str, Installation | None]) -> Path | None:
+    """The folder of packages that the startup hook would be in; None for that of this interpreter."""
+    if path is None:
+        return None
+    trees = [each.tree for each in installations.values() if each and isinstance(each.tree, FolderTree)]
+    return trees[0].root if trees else path
+
+
+def _row(fix: Fix, installation: Installation | None, here: _Here, strict_problem: str) -> dict[str, Any]:
+    plan = make_plan(fix, here.environ, installation) if installation else make_plan(fix, here.environ)
+    result = plan.result
+    # "armed" is what a process says before the import; here it is a forecast.
+    forecast, reason = (WILL_APPLY if result.outcome is Outcome.ARMED else str(result.outcome)), result.reason
+    problems = _doubts(fix, installation, here.path) if plan.wanted and installation else []
+    if result.outcome is Outcome.ARMED and installation:
+        kept_out = _kept_out(fix, installation, here)
+        problems += kept_out
+        fatal = [each["text"] for each in kept_out if each["fatal"]]
+        if strict_problem:
+            forecast, reason = str(Outcome.FAILED), f"{strict_problem}; no fix will be applied"
+        elif fatal:
+            forecast, reason = NOT_LOADED, f"{fatal[0]}; otherwise it would apply: {result.reason}"
+    if result.outcome is Outcome.NOT_INSTALLED and (elsewhere := presence.command_elsewhere(fix.framework)):
+        problems.append(_problem(elsewhere, fatal=False))
+    # Without the framework there is nothing to mend, unless the user said where to look.
+    good = result.outcome.good or result.outcome is Outcome.NOT_INSTALLED
+    ok = not plan.wanted or (good and forecast not in (NOT_LOADED, Outcome.FAILED))
+    return _row_of(fix, result, installation) | {
+        "forecast": forecast,
+        "ok": ok,
+        "reason": reason,
+        "problems": problems,
+        "advice": _ADVICE.get(forecast) or Outcome(forecast).meaning,
+    }
+
+
+def _doubts(fix: Fix, installation: Installation, path: Path | None) -> list[dict[str, Any]]:
+    """What makes the verdict doubtful."""
+    doubts = []
     if len(installation.distributions) > 1:
         names = ", ".join(f"{entry.name} {entry.version}" for entry in installation.distributions)
-        problems.append(_problem(f"{names} all provide {fix.framework.package}; uninstall all but one", fatal=False))
-    reasons = fix.framework.unloadable(os.environ, installation) if fix.framework.unloadable else ()
-    return problems + [_problem(reason, fatal=True) for reason in reasons]
+        doubts.append(f"{names} all provide {fix.framework.package}; uninstall all but one")
+    if installation.others:
+        doubts.append(
+            f"{fix.framework.package} is also at {', '.join(installation.others)}; name the one that is meant"
+        )
+    if path is not None and isinstance(installation.tree, FolderTree):
+        real = Path(installation.location).resolve()
+        if path.is_dir() and not real.is_relative_to(path.resolve()):
+            doubts.append(f"{installation.location} leads out of {path}, to {real}: that is what was judged")
+    return [_problem(text, fatal=False) for text in doubts]
+
+
+def _kept_out(fix: Fix, installation: Installation, here: _Here) -> list[dict[str, Any]]:
+    """What would keep the framework's processes from loading a fix that they need."""
+    framework = fix.framework
+    listed = framework.unloadable(here.environ, installation) if framework.unloadable else ()
+    if here.path is not None and here.environ is not os.environ:
+        texts = [f"for the server's environment: {text}" for text in listed]
+        return [_problem(text, fatal=False) for text in texts]
+    reasons = [*listed]
+    if here.path is None and (reason := presence.unregistered(framework, here.metadata)):
+        reasons.append(reason)
+    if here.hooked(framework.package):
+        return [_problem(f"{reason}; the startup hook brings it in all the same", fatal=False) for reason in reasons]
+    return [_problem(reason, fatal=True) for reason in reasons]
 
 
 def _problem(text: str, *, fatal: bool) -> dict[str, Any]:
     return {"text": text, "fatal": fatal}
 
 
-def _row(
-    fix: Fix, result: Result, installation: Installation | None, problems: list[dict[str, Any]], ok: bool
-) -> dict[str, Any]:
-    # "armed" is what a process says before the import; here it is a forecast.
-    forecast = "will_apply" if result.outcome is Outcome.ARMED else str(result.outcome)
+def _unlooked_at(path: Path | None, environ: Mapping[str, str]) -> list[str]:
+    """Variables of this shell that say something and were left aside."""
+    if path is None or environ is os.environ:
+        return []
+    lists = {"VLLM_PLUGINS", "FD_PLUGINS"}
+    names = sorted(
+        name for name in os.environ if name in lists or (name.startswith("KVMEND") and name not in settings.ASIDE)
+    )
+    return [f"this shell's {', '.join(names)} did not count; with --env they do"] if names else []
+
+
+def _nothing_here(installations: Mapping[str, Installation | None]) -> list[str]:
+    if any(installations.values()):
+        return []
+    return [f"none of the packages {', '.join(sorted(installations))} is installed for {sys.executable}"]
+
+
+def _hook_note(here: _Here) -> list[str]:
+    if here.path is not None and here.hook.state == "disabled":
+        return []
+    watching = here.hook.packages if here.path is not None else startup.watched()
+    return [hook.describe(here.hook, watching)]
+
+
+def _row_of(fix: Fix, result: Result, installation: Installation | None) -> dict[str, Any]:
     return {
         "fix": fix.id,
-        "forecast": forecast,
-        "ok": ok,
-        "reason": result.reason,
         "mode": result.mode,
         "switch": fix.switch,
         "framework": fix.framework.name,
@@ -133,50 +256,49 @@ def _row(
         "facts": dict(result.facts),
         "sites": list(result.sites),
         "evidence": [dataclasses.asdict(entry) for entry in result.evidence],
-        "problems": problems,
-        "advice": "It goes in when the framework is imported. Nothing to do."
-        if forecast == "will_apply"
-        else result.outcome.meaning,
     }
 
 
-_STYLE = {"will_apply": "green", "already_fixed": "green", "not_affected": "green", "disabled": "dim"}
+_STYLE = {WILL_APPLY: "green", "already_fixed": "green", "not_affected": "green", "disabled": "dim"}
 
 
 def _print(report: dict[str, Any], evidence: bool) -> None:
-    console = Console(highlight=False)
+    out = console()
     for row in report["fixes"]:
         installed = ", ".join(f"{entry['name']} {entry['version']}" for entry in row["distributions"])
         if not installed:
             installed = "plain source, no version" if row["location"] else "not installed"
         style = _STYLE.get(row["forecast"], "yellow" if row["ok"] else "red")
-        console.print(
+        out.print(
             f"[bold]{row['fix']}[/]  [{style}]{row['forecast']}[/]  {escape(row['framework'] + ': ' + installed)}"
         )
         lines = [row["reason"]]
-        if not row["ok"] or row["forecast"] not in _STYLE:
+        if row["forecast"] not in (*_STYLE, Outcome.NOT_INSTALLED):
             lines.append(row["advice"])
         for text in lines:
-            console.print(Padding(Text(text), (0, 0, 0, 2)))
+            paragraph(out, text)
         for problem in row["problems"]:
-            console.print(Padding(Text(problem["text"], style="yellow"), (0, 0, 0, 2)))
+            if not row["reason"].startswith(problem["text"]):
+                paragraph(out, Text(problem["text"], style="yellow"))
         if evidence:
-            _print_evidence(console, row)
-    for warning in report["warnings"]:
-        console.print(Text(warning, style="yellow"))
+            _print_evidence(out, row)
+    for problem in report["problems"]:
+        paragraph(out, Text(problem["text"], style="red" if problem["fatal"] else "yellow"), indent=0)
+    for note in report["notes"]:
+        paragraph(out, note, indent=0)
 
 
-def _print_evidence(console: Console, row: dict[str, Any]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+def _print_evidence(out: Console, row: dict[str, Any]) -> None:
+    rows = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("body", "fingerprint", "known from"):
-        table.add_column(heading, overflow="fold")
+        rows.add_column(heading, overflow="fold")
     for entry in row["evidence"]:
         known = entry["known_as"]
-        spread = "unknown" if not known else known[0] if len(known) == 1 else f"{known[0]} … {known[-1]}"
+        spread = ", ".join(known) if len(known) <= 3 else f"{known[0]} … {known[-1]} ({len(known)})"
         name = entry["body"].partition(":")[2]
         if entry["fingerprint"] is None:
-            table.add_row(name, "absent", "")
+            rows.add_row(name, "absent", "")
         else:
             file = str(entry["path"]).removeprefix(f"{row['location'].rpartition(row['package'])[0]}")
-            table.add_row(f"{name}\n  [dim]{escape(file)}:{entry['line']}[/]", entry["fingerprint"], spread)
-    console.print(table)
+            rows.add_row(f"{name}\n  [dim]{escape(file)}:{entry['line']}[/]", entry["fingerprint"], spread or "unknown")
+    table(out, rows)

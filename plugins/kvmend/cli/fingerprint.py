@@ -26,8 +26,8 @@ def fingerprint_command(fix: str, sources: tuple[str, ...], into: Path | None) -
     """Fingerprints the bodies of FIX in wheels or folders; a folder without a version needs RELEASE=."""
     record = fix_named(fix)
     table = Table(fix=record.id, generations=())
-    if into is not None and into.exists():
-        table = parse_table(into.read_text(encoding="utf-8"), str(into))
+    if into is not None and (into.exists() or into.is_symlink()):
+        table = parse_table(_read(into), str(into))
     with _progress(sources) as items:
         for item in items:
             release, installation = _source(record, item)
@@ -36,9 +36,28 @@ def fingerprint_command(fix: str, sources: tuple[str, ...], into: Path | None) -
     if into is None:
         click.echo(text, nl=False)
     else:
-        into.write_text(text, encoding="utf-8")
+        _write(into, text)
         count = sum(len(generation.releases) for generation in table.generations)
         click.echo(f"{into}: {count} releases, {len(table.generations)} different sources")
+
+
+def _read(into: Path) -> str:
+    try:
+        return into.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--merge {into}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _write(into: Path, text: str) -> None:
+    """Writes the table, whole or not at all."""
+    temporary = into.with_name(f".{into.name}.new")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(into)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UsageError(f"--merge {into}: cannot be written: {error.strerror}") from error
 
 
 def _progress(sources: tuple[str, ...]) -> contextlib.AbstractContextManager[Iterable[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -13,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvmend.errors import UsageError
+
 #: Columns of what is no terminal: wide enough that nothing is ever wrapped.
 _UNWRAPPED = 1_000_000
 #: Narrower than this no terminal is taken to be: some report 0 columns.
@@ -22,7 +25,7 @@ _NARROWEST = 20
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Later releases of rich would end the process here, with a code of their own."""
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def console() -> Console:
@@ -61,8 +64,12 @@ def reader_may_leave() -> Iterator[None]:
         yield
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+            raise
         # What is still in the buffer would be written, and complained about, when the interpreter ends.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+        if error.errno != errno.EPIPE:
+            raise UsageError(f"standard output cannot be written: {error.strerror}") from error
