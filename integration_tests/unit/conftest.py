@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvmend.journal import JOURNAL
+from support.toyfix import make_fix, write_table
+from support.toyfw import register_fix
 
 
 def _forget(*packages: str) -> None:
@@ -31,3 +33,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     JOURNAL.entries.clear()
     _forget("toyfw", "toytables", "toy_fixes", "toy_others", "broken_fixes", "foreign")
+
+
+@pytest.fixture
+def toy(root: Path) -> Path:
+    """A registered toy fix with a table of known sources; no framework yet."""
+    write_table(root, make_fix())
+    register_fix(root, 'make_fix(fingerprints="toytables:toy-count.json")')
+    return root

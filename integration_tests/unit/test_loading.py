@@ -266,9 +266,7 @@ def test_a_value_of_strict_that_cannot_be_read_keeps_every_wanted_fix_off_and_is
 def test_an_armed_fix_says_nothing_until_it_is_settled_and_then_once(root: Path) -> None:
     write_release(root)
     register_fix(root)
-    code = (
-        _LOAD + "print('armed')\nloading.load('toyfw')\nimport toyfw.engine\nprint('imported')\nimport toyfw.cache\n"
-    )
+    code = _LOAD + "print('armed')\nloading.load('toyfw')\nimport toyfw.engine\nprint('imported')\nimport toyfw.cache\n"
     lines = [line for line in run(code, path=[root]).stdout.splitlines() if "toy-count" in line or " " not in line]
     assert [line for line in lines if not line.startswith("DEBUG")] == [
         "armed",

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvmend import __version__, registry, settings, startup
 from kvmend.cli import hook, presence
 from kvmend.cli.output import console, paragraph, reader_may_leave, table
 from kvmend.errors import LocateError, SettingsError
-from kvmend.fix import Fix
+from kvmend.fix import Fix, Framework
 from kvmend.locate import FolderTree, Installation, locate_installed, locate_path
 from kvmend.outcome import Outcome, Result
 from kvmend.plan import make_plan
@@ -82,8 +82,8 @@ def examine(
     if path is not None and fixes and not any(installations.values()):
         packages = ", ".join(sorted(installations))
         raise LocateError(f"{path}: none of the packages {packages} is in it")
-    metadata = presence.metadata_in(sys.path)
-    problems = [_problem(text, fatal=fatal) for text, fatal in presence.own_problems(metadata)]
+    metadata, select = presence.metadata_in(sys.path), presence.entry_points()
+    problems = [_problem(text, fatal=fatal) for text, fatal in presence.own_problems(metadata, select)]
     problems += [
         _problem(f"fix {each.name} of {each.distribution} could not be loaded: {each.reason}", fatal=True)
         for each in broken
@@ -91,7 +91,12 @@ def examine(
     strict_problem = _strict_problem(environ)
     if strict_problem:
         problems.append(_problem(f"{strict_problem}; no fix will be applied", fatal=True))
-    here = _Here(environ=environ, path=path, metadata=tuple(metadata), hook=hook.read_hook(_site(path, installations)))
+    here = _Here(
+        environ=environ,
+        path=path,
+        unregistered=lambda framework: presence.unregistered(framework, metadata, select),
+        hook=hook.read_hook(_site(path, installations)),
+    )
     rows = []
     for fix in fixes:
         installation = installations[fix.framework.package]
@@ -122,7 +127,7 @@ class _Here:
 
     environ: Mapping[str, str]
     path: Path | None
-    metadata: tuple[presence.Metadata, ...]
+    unregistered: Callable[[Framework], str]
     hook: hook.Hook
 
     def hooked(self, package: str) -> bool:
@@ -207,7 +212,7 @@ def _kept_out(fix: Fix, installation: Installation, here: _Here) -> list[dict[st
         texts = [f"for the server's environment: {text}" for text in listed]
         return [_problem(text, fatal=False) for text in texts]
     reasons = [*listed]
-    if here.path is None and (reason := presence.unregistered(framework, here.metadata)):
+    if here.path is None and (reason := here.unregistered(framework)):
         reasons.append(reason)
     if here.hooked(framework.package):
         return [_problem(f"{reason}; the startup hook brings it in all the same", fatal=False) for reason in reasons]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from kvmend import registry
 from kvmend.fix import Framework
 
 _METADATA = (".dist-info", ".egg-info")
+
+
+#: Entry points by `group` and `name`.
+Select = Callable[..., importlib.metadata.EntryPoints]
+
+
+def entry_points() -> Select:
+    """Selects among the entry points that this interpreter sees; they are read once, which takes milliseconds."""
+    return importlib.metadata.entry_points().select
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +41,12 @@ def metadata_in(folders: Iterable[str | Path]) -> list[Metadata]:
     found: dict[Path, Metadata] = {}
     for folder in dict.fromkeys(Path(folder or ".") for folder in folders):
         try:
-            entries = sorted(folder.iterdir())
+            names = sorted(os.listdir(folder))
         except OSError:
             continue
-        for path in entries:
-            if path.suffix in _METADATA and path.stem.partition("-")[0].lower() == "kvmend" and path.is_dir():
+        for name in names:
+            if name.endswith(_METADATA) and re.match(r"kvmend[-.]", name.lower()):
+                path = folder / name
                 found.setdefault(path.resolve(), _metadata(path))
     return list(found.values())
 
@@ -50,13 +61,13 @@ def _metadata(path: Path) -> Metadata:
     return Metadata(path=path, version=version, groups=groups)
 
 
-def unregistered(framework: Framework, metadata: Sequence[Metadata]) -> str:
+def unregistered(framework: Framework, metadata: Sequence[Metadata], select: Select) -> str:
     """Why this interpreter's entry points do not lead the framework's loader to kvmend; "" if they do."""
     group = framework.plugin_group
-    points = importlib.metadata.entry_points(group=group) if group else ()
-    if not group or any(point.name == "kvmend" and point.value.startswith("kvmend.") for point in points):
+    ours = select(group=group, name="kvmend")
+    if not group or any(point.value.startswith("kvmend.") for point in ours):
         return ""
-    taken = next((point.value for point in points if point.name == "kvmend"), None)
+    taken = next((point.value for point in ours), None)
     if taken is not None:
         return f"the plugin named kvmend of the group {group} is {taken}, not kvmend's own: uninstall who registers it"
     if not metadata:
@@ -74,7 +85,7 @@ def _nothing_installed() -> str:
     return f"kvmend was imported from {place}, but {sys.executable} has no metadata of it"
 
 
-def own_problems(metadata: Sequence[Metadata]) -> list[tuple[str, bool]]:
+def own_problems(metadata: Sequence[Metadata], select: Select) -> list[tuple[str, bool]]:
     """What is wrong with this installation of kvmend, each with whether it keeps every fix away."""
     problems = []
     if len(metadata) > 1:
@@ -86,8 +97,7 @@ def own_problems(metadata: Sequence[Metadata]) -> list[tuple[str, bool]]:
             f"{Path(kvmend.__file__).parent} is {kvmend.__version__}: reinstall kvmend"
         )
         problems.append((text, False))
-    points = importlib.metadata.entry_points(group=registry.GROUP)
-    if not any(point.value.startswith("kvmend_fixes.") for point in points):
+    if not any(point.value.startswith("kvmend_fixes.") for point in select(group=registry.GROUP)):
         where = str(metadata[0].path) if metadata else ""
         cause = f"{where} registers none of its fixes" if where else _nothing_installed()
         problems.append((f"{cause}: no fix of kvmend's own will be applied, reinstall kvmend", True))

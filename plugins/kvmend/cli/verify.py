@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,105 +19,184 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvmend import __version__
-from kvmend.cli.catalogue import all_fixes, fix_named
+from kvmend import __version__, registry, settings
+from kvmend.cli.catalogue import fix_named
+from kvmend.cli.check import examine
+from kvmend.cli.output import console, paragraph, reader_may_leave, table
+from kvmend.errors import UsageError
 from kvmend.fix import Fix
-from kvmend.locate import locate_installed
+from kvmend.outcome import Outcome
 
 SCHEMA = 1
-#: Seconds that one measurement may take.
-TIMEOUT = 300
+MENDED, RIGHT, NOT_MENDED, NOT_SHOWN = "mended", "right without kvmend", "NOT mended", "not shown"
+#: Exit codes. 2 is a wrong use of the command line.
+GOOD, BAD, UNKNOWN = 0, 1, 3
 
 
 @click.command("verify")
 @click.argument("fix", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def verify_command(fix: str | None, as_json: bool) -> int:
-    """Shows each fault, and FIX mending it, on the framework installed here. Exit code 1 if one is not mended."""
-    fixes = (fix_named(fix),) if fix else all_fixes()
-    console = Console(stderr=True)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output; verify.schema.json describes it.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True,
+    help="Seconds that one of the two measurements of a fix may take.",
+)  # fmt: skip
+def verify_command(fix: str | None, as_json: bool, timeout: float) -> int:
+    """Shows each fault, and FIX mending it, on the framework installed here; without a GPU or a model.
+
+    \b
+    Exit code
+      0  every fault that can be shown here is mended, or is not there without kvmend
+      1  one is not mended, or servers of this environment would not load the fix
+      2  wrong usage
+      3  FIX, or a fix of an installed framework, or every one, could not be shown here
+    """
+    fixes = (fix_named(fix),) if fix else registry.discover()[0]
+    if not fixes:
+        raise UsageError("no fix is registered in this environment; kvmend check says why")
     rows = []
-    for record in fixes:
-        with console.status(f"{record.id}: measuring on the installed {record.framework.name}"):
-            rows.append(_verify(record))
-    report = {"schema": SCHEMA, "kvmend": __version__, "ok": all(row["ok"] for row in rows), "fixes": rows}
-    if as_json:
-        click.echo(json.dumps(report, indent=1))
-    else:
-        _print(rows)
-    return 0 if report["ok"] else 1
+    for number, record in enumerate(fixes, 1):
+        rows.append(_verify(record, timeout, f"{number} of {len(fixes)}, {record.id}"))
+    code = exit_code(rows, named=fix is not None)
+    report = {"schema": SCHEMA, "kvmend": __version__, "python": sys.executable, "ok": code == GOOD, "fixes": rows}
+    with reader_may_leave():
+        if as_json:
+            click.echo(json.dumps(report, indent=1))
+        else:
+            _print(rows)
+    return code
 
 
-def _verify(fix: Fix) -> dict[str, Any]:
-    row: dict[str, Any] = {"fix": fix.id, "framework": fix.framework.name, "cases": [], "outcome": None, "ok": True}
-    installation = locate_installed(fix.framework)
-    row["version"] = installation.version if installation else None
-    if installation is None:
-        return row | {"verdict": "not shown", "reason": f"{fix.framework.name} is not installed here"}
+def exit_code(rows: list[dict[str, Any]], *, named: bool) -> int:
+    """The exit code for the rows of a report; `named` says that the user asked for this one fix."""
+    if any(row["verdict"] == NOT_MENDED or row["kept_out"] for row in rows):
+        return BAD
+    shown = [row for row in rows if row["verdict"] in (MENDED, RIGHT)]
+    hidden = [row for row in rows if row["verdict"] == NOT_SHOWN and (named or row["location"] is not None)]
+    return UNKNOWN if hidden or not shown else GOOD
+
+
+def _verify(fix: Fix, timeout: float, label: str) -> dict[str, Any]:
+    (forecast,) = examine((fix,))["fixes"]
+    loaders = [each["text"] for each in forecast["problems"] if each["fatal"]]
+    row: dict[str, Any] = {
+        "fix": fix.id,
+        "framework": fix.framework.name,
+        "version": forecast["distributions"][0]["version"] if forecast["distributions"] else None,
+        "location": forecast["location"],
+        "switch": f"{fix.switch}={_value(fix)}",
+        "outcome": None,
+        "kept_out": loaders,
+        "switched_off": forecast["reason"] if forecast["forecast"] == Outcome.DISABLED else None,
+        "seconds": 0.0,
+        "cases": [],
+    }
+    if row["location"] is None:
+        return row | {"verdict": NOT_SHOWN, "reason": f"{fix.framework.name} is not installed for {sys.executable}"}
     if not fix.proof:
-        return row | {"verdict": "not shown", "reason": "this fix ships no proof"}
-    before, after = (_measure(fix, switch) for switch in ("0", "1"))
-    failed = before.get("error") or after.get("error")
-    if failed:
-        return row | {"verdict": "not shown", "reason": failed, "ok": False}
-    row["outcome"] = after["outcome"]
+        return row | {"verdict": NOT_SHOWN, "reason": "this fix ships no proof"}
+    started = time.monotonic()
+    answers = []
+    for value, name in (("0", "without"), (_value(fix), "with")):
+        with _progress(f"{label}: measuring {fix.framework.name} {name} it"):
+            answers.append(_measure(fix, value, timeout))
+        if "error" in answers[-1]:
+            break
+    row["seconds"] = round(time.monotonic() - started, 1)
+    return row | _judge(*answers)
+
+
+def _value(fix: Fix) -> str:
+    """The switch's value to measure with: that of this environment, if it is one that puts the fix in place."""
+    value = os.environ.get(fix.switch, "1")
+    return value if value != "0" and value in settings.allowed_values(fix) else "1"
+
+
+def _judge(before: dict[str, Any], after: dict[str, Any] | None = None) -> dict[str, Any]:
+    failed = before.get("error") or (after or {}).get("error")
+    if failed or after is None:
+        return {"verdict": NOT_SHOWN, "reason": f"cannot be shown here, because {failed}"}
     if [case["name"] for case in before["cases"]] != [case["name"] for case in after["cases"]]:
-        reason = f"the proof gave {len(before['cases'])} cases without the fix and {len(after['cases'])} others with it"
-        return row | {"verdict": "not shown", "reason": reason, "ok": False}
-    row["cases"] = [
+        counts = f"{len(before['cases'])} cases without the fix and {len(after['cases'])} others with it"
+        return {"verdict": NOT_SHOWN, "reason": f"cannot be shown here, because the proof gave {counts}"}
+    cases = [
         {"case": one["name"], "expected": one["expected"], "without": one["measured"], "with": two["measured"]}
         for one, two in zip(before["cases"], after["cases"], strict=True)
     ]
-    mended = all(case["with"] == case["expected"] for case in row["cases"])
-    faulty = any(case["without"] != case["expected"] for case in row["cases"])
-    verdict = "mended" if mended and faulty else "right without kvmend" if mended else "NOT mended"
-    return row | {"verdict": verdict, "reason": after["reason"], "ok": mended}
+    faulty = any(case["without"] != case["expected"] for case in cases)
+    found = {"outcome": after["outcome"], "reason": after["reason"], "cases": cases}
+    if any(case["with"] != case["expected"] for case in cases):
+        return found | {"verdict": NOT_MENDED}
+    if faulty:
+        return found | {"verdict": MENDED}
+    if not cases or after["outcome"] == Outcome.APPLIED:
+        reason = f"cannot be shown here, because the fault did not appear without the fix ({after['reason']})"
+        return found | {"verdict": NOT_SHOWN, "reason": reason}
+    return found | {"verdict": RIGHT}
 
 
-def _measure(fix: Fix, switch: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """What is going on, for whoever watches; nothing in a log."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(escape(text)):
+        yield
+
+
+def _measure(fix: Fix, switch: str, timeout: float) -> dict[str, Any]:
     """Runs the proof in a fresh interpreter; the answer comes in a file, since frameworks print what they like."""
-    with tempfile.TemporaryDirectory(prefix="kvmend-verify-") as folder:
-        answer = Path(folder) / "answer.json"
-        environment = os.environ | {"KVMEND": "1", fix.switch: switch}
-        for variable in (
-            "KVMEND_STRICT",
-            "KVMEND_STATE_DIR",
-        ):  # no server of the operator's: it stops and reports nothing
+    with tempfile.TemporaryDirectory(prefix="kvmend-verify-", ignore_cleanup_errors=True) as folder:
+        answer, output = Path(folder) / "answer.json", Path(folder) / "output"
+        environment = os.environ | {settings.MASTER: "1", fix.switch: switch}
+        # No server of the operator's: it stops and reports nothing.
+        for variable in (settings.STRICT, settings.STATE_DIR):
             environment.pop(variable, None)
         command = [sys.executable, "-m", "kvmend.cli.measure", fix.id, str(answer)]
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, cwd=folder, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"no answer within {TIMEOUT} s"}
+        with output.open("wb") as stream:
+            # Its own session, so that whatever it starts can be ended with it.
+            child = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+                cwd=folder, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                return {"error": f"there was no answer within {timeout:g} s; --timeout allows more"}
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
         if not answer.exists():
-            tail = (done.stderr or done.stdout).strip().splitlines()
-            return {"error": f"the measuring process ended with {done.returncode}: {tail[-1] if tail else 'no output'}"}
+            tail = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            return {"error": f"the measuring process ended with {code}: {tail[-1] if tail else 'no output'}"}
         result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return result
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False)
+    out = console()
     for row in rows:
-        style = {"mended": "green", "NOT mended": "red"}.get(row["verdict"], "dim")
+        style = {MENDED: "green", RIGHT: "green", NOT_MENDED: "red"}.get(row["verdict"], "yellow")
         release = f"{row['framework']} {row['version'] or ''}".strip()
-        console.print(
-            f"[bold]{row['fix']}[/] on {escape(release)}: [{style}]{row['verdict']}[/] - {escape(row['reason'])}"
-        )
-        if not row["cases"]:
-            continue
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("case", overflow="fold", ratio=1)
-        for heading in ("expected", "without", "with"):
-            table.add_column(heading, justify="right")
-        for case in row["cases"]:
-            wrong = case["without"] != case["expected"]
-            table.add_row(
-                case["case"],
-                str(case["expected"]),
-                f"[red]{case['without']}[/]" if wrong else str(case["without"]),
-                str(case["with"]) if case["with"] == case["expected"] else f"[red]{case['with']}[/]",
-            )
-        console.print(table)
+        out.print(f"[bold]{row['fix']}[/] on {escape(release)}: [{style}]{row['verdict']}[/] - {escape(row['reason'])}")
+        for reason in row["kept_out"]:
+            paragraph(out, f"But servers of this environment would not have it: {reason}")
+        if row["switched_off"]:
+            paragraph(out, f"Measured with {row['switch']}; in this environment it is off ({row['switched_off']}).")
+        if row["cases"]:
+            table(out, _cases(row["cases"]))
+
+
+def _cases(cases: list[dict[str, Any]]) -> Table:
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    rows.add_column("case", overflow="fold")
+    for heading in ("expected", "without", "with"):
+        rows.add_column(heading, justify="right")
+    for case in cases:
+        figures = [str(case["expected"])]
+        for name in ("without", "with"):
+            text = escape(str(case[name]))
+            figures.append(text if case[name] == case["expected"] else f"[red]{text}[/]")
+        rows.add_row(escape(case["case"]), *figures)
+    return rows
