@@ -1,9 +1,7 @@
 """kvmend repairs pinned serving frameworks in place; see `kvmend --help`.
 
-Importing this package imports nothing else: it happens in every process of a server.
+Importing this package imports nothing else, `__future__` included: with the startup hook it happens in every process.
 """
-
-from __future__ import annotations
 
 __version__ = "0.1.0"
 __all__ = ["__version__"]

@@ -4,13 +4,12 @@
 of them never import a framework, so nothing is imported here; the work begins after a framework's own import.
 """
 
-from __future__ import annotations
-
 import _thread
 import os
 import sys
 
-TYPE_CHECKING = False  # the module of that name costs more than all of this one
+# Annotations are strings, and this is no import: `typing` and `__future__` would cost more than all of this module.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from importlib.machinery import ModuleSpec
@@ -36,11 +35,11 @@ def watched() -> tuple[str, ...]:
 class _Watch:
     """A finder that leaves finding to the others and has the loader tell when a framework's import has ended."""
 
-    def __init__(self, packages: Iterable[str]) -> None:
+    def __init__(self, packages: "Iterable[str]") -> None:
         self.packages = tuple(packages)
         self._finding: set[tuple[int, str]] = set()
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
         # The finders of others ask everybody in turn, this one again too.
         if name not in self.packages or (key := (_thread.get_ident(), name)) in self._finding:
             return None
@@ -59,12 +58,12 @@ class _Watch:
         return None
 
 
-def _tell(loader: Any, name: str) -> None:
+def _tell(loader: "Any", name: str) -> None:
     """Has the loader's next `exec_module` of the package load the fixes after it."""
     own = vars(loader)
     run, before = loader.exec_module, own.get("exec_module")
 
-    def exec_module(module: ModuleType) -> None:
+    def exec_module(module: "ModuleType") -> None:
         # A loader can serve several modules, as those of zip archives do: it is itself again before anything runs.
         if own.get("exec_module") is exec_module:
             del own["exec_module"]

@@ -128,7 +128,7 @@ def _judge(before: dict[str, Any], after: dict[str, Any] | None = None) -> dict[
         return found | {"verdict": NOT_MENDED}
     if faulty:
         return found | {"verdict": MENDED}
-    if not cases or after["outcome"] == Outcome.APPLIED:
+    if not cases or after["outcome"] in (Outcome.APPLIED, Outcome.ARMED):
         reason = f"cannot be shown here, because the fault did not appear without the fix ({after['reason']})"
         return found | {"verdict": NOT_SHOWN, "reason": reason}
     return found | {"verdict": RIGHT}
