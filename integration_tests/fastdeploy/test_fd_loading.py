@@ -34,13 +34,13 @@ print("ANSWER", json.dumps(answer))
 """
 
 
-def imported(tree: Any, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def imported(tree: Any, folder: Path, code: str = _IMPORT, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process in which kvmend is installed and FastDeploy is imported from the tree."""
     write_dist_info(folder, "kvmend", "0.1.0", {"entry_points.txt": _ENTRY_POINTS})
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVMEND", "FD_"))}
     paths = [tree.path, folder, _ROOT / "plugins", _ROOT / "patches"]
     return subprocess.run(
-        [sys.executable, "-c", _IMPORT],
+        [sys.executable, "-c", code],
         env=kept | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "FD_LOG_DIR": str(folder / "log")} | environment,
         cwd=folder,
         capture_output=True,
@@ -68,6 +68,18 @@ def test_importing_fastdeploy_puts_the_fix_in_place_and_arms_the_one_for_xpu(rea
     assert found == {"fastdeploy-prefill-cache": "applied", "fastdeploy-xpu-kv-cache": "armed"}
     logs = "".join(path.read_text(errors="replace") for path in (tmp_path / "log").rglob("*.log"))
     assert logs.count("kvmend: fastdeploy-prefill-cache applied") == 1, "one line, in FastDeploy's own log"
+
+
+@pytest.mark.parametrize("plugins", ["none", "kvmend"])
+def test_the_startup_hook_brings_the_fixes_in_without_plugins_and_once_with_them(
+    real: Any, tmp_path: Path, plugins: str
+) -> None:
+    """Catches sites that a hook after the package's own import misses, and fixes that two ways in apply twice."""
+    hook = "from kvmend.startup import watch\nwatch('fastdeploy')\n"
+    done = imported(real, tmp_path, hook + _IMPORT, FD_PLUGINS=plugins)
+    assert outcomes(done) == {"fastdeploy-prefill-cache": "applied", "fastdeploy-xpu-kv-cache": "armed"}
+    logs = "".join(path.read_text(errors="replace") for path in (tmp_path / "log").rglob("*.log"))
+    assert logs.count("kvmend: fastdeploy-prefill-cache applied") == 1
 
 
 def test_strict_stops_the_process_through_fastdeploys_own_loader(real: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -163,6 +164,17 @@ def test_a_python_of_the_operating_system_needs_to_be_asked_for(place: Environme
     assert done.stderr.startswith(f"kvmend: {place.python} belongs to the operating system")
     assert place.run("-c", code, "--system").returncode == 0
     assert place.hook.exists()
+
+
+def test_status_for_programs_says_what_the_file_says_and_what_this_interpreter_did(enabled: Environment) -> None:
+    packages = ["fastdeploy", "toyfw", "vllm"]
+    expected = {"state": "enabled", "path": str(enabled.hook), "packages": packages, "problem": None}
+    done = enabled.command("status", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, expected | {"watching": packages})
+    done = enabled.command("status", "--json", KVMEND="0")
+    assert (done.returncode, json.loads(done.stdout)) == (1, expected | {"watching": []})
+    done = enabled.command("status", KVMEND="0")
+    assert done.stdout.endswith(", but not run by this interpreter: KVMEND=0\n")
 
 
 def test_check_says_that_the_hook_is_enabled_and_counts_on_it(place: Environment) -> None:

@@ -117,7 +117,12 @@ def examine(
         "fixes": rows,
         "problems": problems,
         "hook": {"state": here.hook.state, "path": str(here.hook.path), "packages": list(here.hook.packages)},
-        "notes": [*_unlooked_at(path, environ), *_nothing_here(installations), *_hook_note(here)],
+        "notes": [
+            *_unlooked_at(path, environ),
+            *_nothing_here(path, installations),
+            *_not_there(path, installations),
+            *_hook_note(here),
+        ],
     }
 
 
@@ -234,8 +239,21 @@ def _unlooked_at(path: Path | None, environ: Mapping[str, str]) -> list[str]:
     return [f"this shell's {', '.join(names)} did not count; with --env they do"] if names else []
 
 
-def _nothing_here(installations: Mapping[str, Installation | None]) -> list[str]:
-    if any(installations.values()):
+def _not_there(path: Path | None, installations: Mapping[str, Installation | None]) -> list[str]:
+    """Environments at the path that have the framework and not kvmend."""
+    if path is None:
+        return []
+    trees = [each.tree for each in installations.values() if each and each.distributions]
+    roots = dict.fromkeys(tree.root for tree in trees if isinstance(tree, FolderTree))
+    return [
+        f"kvmend is not installed in {root}: the forecast is for when it is"
+        for root in roots
+        if not presence.metadata_in([root])
+    ]
+
+
+def _nothing_here(path: Path | None, installations: Mapping[str, Installation | None]) -> list[str]:
+    if path is not None or any(installations.values()):
         return []
     return [f"none of the packages {', '.join(sorted(installations))} is installed for {sys.executable}"]
 

@@ -57,7 +57,7 @@ def read_hook(folder: Path | None = None) -> Hook:
         return Hook(path=path, state="foreign", problem="is a symbolic link")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Hook(path=path, state="disabled")
     except (OSError, UnicodeDecodeError) as error:
         return Hook(path=path, state="foreign", problem=f"cannot be read: {error}")
