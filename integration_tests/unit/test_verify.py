@@ -159,6 +159,10 @@ def test_the_switchs_value_of_this_environment_is_the_one_that_is_measured(root:
         ("raise RuntimeError('no engine here')", "the measuring process ended with 1: RuntimeError: no engine here"),
         ("import os; os._exit(3)", "the measuring process ended with 3: no output"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the measuring process ended with -11: "),
+        (
+            "import atexit; atexit.register(print, 'shut down'); raise RuntimeError('no engine here')",
+            "the measuring process ended with 1: RuntimeError: no engine here",
+        ),
         ("return [1]", "the measuring process ended with 1: TypeError"),
     ],
 )

@@ -74,6 +74,11 @@ def read_hook(folder: Path | None = None) -> Hook:
     return Hook(path=path, state="enabled", packages=packages)
 
 
+def content(packages: Sequence[str]) -> str:
+    """The file that watches for these packages."""
+    return f"{_FIRST}\n{_LINE.replace('{names}', ', '.join(map(repr, packages)))}\n"
+
+
 @click.group("hook")
 def hook_command() -> None:
     """The startup hook of this environment, for processes that load no plugins. Off unless enabled."""
@@ -88,8 +93,7 @@ def enable_command(system: bool) -> int:
     if not packages:
         raise UsageError("no fix is registered in this environment; kvmend check says why")
     _refuse_where_it_would_not_do(hook.path, system)
-    names = ", ".join(map(repr, packages))
-    text = f"{_FIRST}\n{_LINE.replace('{names}', names)}\n"
+    text = content(packages)
     already = hook.state == "enabled" and hook.path.read_text(encoding="utf-8") == text
     if not already:
         _write(hook.path, text)

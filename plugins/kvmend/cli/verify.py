@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -168,10 +169,16 @@ def _measure(fix: Fix, switch: str, timeout: float) -> dict[str, Any]:
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         if not answer.exists():
-            tail = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            return {"error": f"the measuring process ended with {code}: {tail[-1] if tail else 'no output'}"}
+            last = _last_words(output.read_text(encoding="utf-8", errors="replace"))
+            return {"error": f"the measuring process ended with {code}: {last}"}
         result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return result
+
+
+def _last_words(output: str) -> str:
+    """The error in a process's output; its last line where there is none, since frameworks go on logging."""
+    lines = output.strip().splitlines() or ["no output"]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1])
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
