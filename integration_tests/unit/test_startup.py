@@ -31,7 +31,8 @@ class Environment:
         self.site.mkdir(parents=True)
         (folder / "bin").mkdir()
         (folder / "bin" / "python").symlink_to(real)
-        (folder / "pyvenv.cfg").write_text(f"home = {real.parent}\n", encoding="utf-8")
+        settings = f"home = {real.parent}\ninclude-system-site-packages = false\n"
+        (folder / "pyvenv.cfg").write_text(settings, encoding="utf-8")
         self.python = str(folder / "bin" / "python")
         libraries = next(path for path in sys.path if path.endswith("site-packages"))
         self.sources = self.site / "__editable__.kvmend.pth"
