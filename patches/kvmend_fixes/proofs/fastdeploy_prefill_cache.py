@@ -23,6 +23,7 @@ def measure() -> list[Case]:
     # Later releases keep blocks for decoding, and a pool as small as this has none to spare.
     os.environ.setdefault("FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL", "0")
     os.environ.setdefault("FD_RESERVE_MIN_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL", "0")
+    os.environ.setdefault("FD_USE_NEW_TOKEN_RATIO_RESERVE", "0")
     return [*_twice(), *_refused(), *_overtaken(), *_crowded()]
 
 
