@@ -16,10 +16,10 @@ FRAMEWORKS = {"vllm", "fastdeploy", "torch", "paddle"}
 
 #: Every room of the host, lowest first; a room may import from rooms below its own only.
 FLOORS = (
-    {"kvmend", "kvmend.errors", "kvmend.counters", "kvmend.outcome", "kvmend.pluginlist"},
+    {"kvmend", "kvmend.errors", "kvmend.counters", "kvmend.outcome", "kvmend.pluginlist", "kvmend.process"},
     {"kvmend.fix"},
     {"kvmend.fingerprint", "kvmend.settings", "kvmend.registry", "kvmend.seams"},
-    {"kvmend.api"},
+    {"kvmend.api", "kvmend.voice"},
     {"kvmend.source"},
     {"kvmend.locate"},
     {"kvmend.judge"},
@@ -27,6 +27,7 @@ FLOORS = (
     {"kvmend.journal"},
     {"kvmend.applier"},
     {"kvmend.hooks", "kvmend.report"},
+    {"kvmend.freshener"},
     {"kvmend.loading"},
     {"kvmend.startup"},
     {"kvmend.cli"},

@@ -142,7 +142,7 @@ def test_a_broken_fix_of_somebody_keeps_no_other_away_and_is_said_once(
     assert done.value["toy-count"][0] == "applied"
     said = [line for line in done.stdout.splitlines() if "could not be loaded" in line]
     assert len(said) == 1
-    assert said[0].startswith(f"WARNING kvmend kvmend: fix toy-zzz of broken-fixes could not be loaded: {reason}")
+    assert said[0].startswith(f"WARNING toyfw.kvmend kvmend: fix toy-zzz of broken-fixes could not be loaded: {reason}")
 
 
 def test_a_registration_without_metadata_keeps_no_fix_away(root: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_misspelt_switch_is_a_warning_in_every_process_that_reads_it(
     fixes: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVMEND_TOY_CUONT", "0")
-    monkeypatch.setattr("kvmend.report._warned", set())
+    monkeypatch.setattr("kvmend.voice._warned", set())
     loading.apply_all("toyfw")
     loading.apply_all("toyfw")
     warnings = [message for level, message in logged(caplog) if level == "WARNING"]

@@ -79,8 +79,7 @@ def test_the_wheel_holds_both_packages_with_their_data_and_nothing_else(built: t
     assert all(name.endswith((".py", ".json", "/py.typed")) for name in found)
     assert found >= {
         "kvmend/py.typed", "kvmend/report.schema.json", "kvmend/check.schema.json", "kvmend/verify.schema.json",
-        "kvmend_fixes/py.typed",
-        "kvmend_fixes/fingerprints/vllm-prefix-stats.json",
+        "kvmend/status.schema.json", "kvmend_fixes/py.typed", "kvmend_fixes/fingerprints/vllm-prefix-stats.json",
     }  # fmt: skip
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-import test_report
 
-from kvmend import applier, report
+from kvmend import applier, freshener, report
 from kvmend.fix import Context
 from kvmend.journal import JOURNAL
 from kvmend.outcome import Outcome
+from support.reporting import REPORT_SCHEMA, reports, until
 from support.toyfix import make_fix, site, tag
 from support.toyfw import write_module, write_release
 
@@ -210,7 +208,7 @@ def test_a_shadow_is_a_warning_once_and_in_the_result_and_in_the_report(
     (result,) = applier.results()
     assert (result.outcome, result.shadowed_by) == (Outcome.APPLIED, ("foreign.Fast.lookup",))
     assert result.reason == "the lookup counts; shadowed_by foreign.Fast.lookup"
-    jsonschema.validate(report.snapshot(), test_report.SCHEMA)
+    jsonschema.validate(report.snapshot(), REPORT_SCHEMA)
 
 
 def test_two_shadows_are_two(context: Context, root: Path) -> None:
@@ -244,16 +242,19 @@ def test_a_shadow_reaches_the_report_on_disk_without_any_counter_moving(
     context: Context, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVMEND_STATE_DIR", str(tmp_path / "reports"))
-    monkeypatch.setattr(report, "INTERVAL", 0.05)
-    monkeypatch.setattr(report._Freshener, "_thread", None)
-    report.publish()
-    assert test_report.reports(tmp_path / "reports")[os.getpid()]["fixes"][0]["shadowed_by"] == []
-    context.check_shadows(foreign(root, BYPASSING["a mixin"][0]))
-    for _ in range(200):
-        time.sleep(0.05)
-        if test_report.reports(tmp_path / "reports")[os.getpid()]["fixes"][0]["shadowed_by"]:
-            return
-    raise AssertionError("the report was not written again")
+    monkeypatch.setattr(freshener, "INTERVAL", 0.05)
+    monkeypatch.setattr(freshener, "SPACING", 0.05)
+
+    def reported() -> list[Any]:
+        return [each["fixes"][0]["shadowed_by"] for each in reports(tmp_path / "reports").values()]
+
+    freshener.publish()
+    try:
+        assert until(lambda: reported() == [[]])
+        context.check_shadows(foreign(root, BYPASSING["a mixin"][0]))
+        assert until(lambda: reported() == [["foreign.Mixin.lookup"]])
+    finally:
+        freshener.finish()
 
 
 # What a fix gave to be undone ---------------------------------------------------------------------------------------

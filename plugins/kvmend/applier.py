@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Sequence
 
+from kvmend import settings, voice
 from kvmend.counters import Counters
-from kvmend.errors import KvmendError
+from kvmend.errors import KvmendError, StrictError
 from kvmend.fix import Context, Fix, Site
 from kvmend.journal import JOURNAL, Entry, Patch
 from kvmend.locate import Installation
@@ -162,28 +164,40 @@ def _context(entry: Entry) -> Context:
 
 
 def _check_shadows(entry: Entry, made: type) -> None:
-    """Looks for methods of a class that bypass a fix; never raises, the framework is making its engine."""
-    log = entry.plan.fix.framework.log()
+    """Looks for methods of a class that bypass a fix, while the framework makes its engine.
+
+    Raises:
+        StrictError: KVMEND_STRICT=1 and there is one: the fix does not do its job in this engine.
+    """
+    found: tuple[str, ...] = ()
+    strict, fix, log = False, entry.plan.fix.id, entry.plan.fix.framework.log
     try:
-        found: list[tuple[str, str]] = []
-        with JOURNAL.lock:
-            for patch in entry.patches:
-                if isinstance(patch.holder, type) and issubclass(made, patch.holder):
-                    name = bypass(made, patch.name, function_of(patch.after))
-                    if name and name not in entry.shadowed_by:
-                        entry.shadowed_by += (name,)
-                        found.append((name, patch.site.key))
-            if found:
-                entry.result = _read_back(entry)
-        for name, key in found:
-            log.warning(
-                "kvmend: %s shadowed_by %s, which does not call %s: the fix does nothing there",
-                entry.plan.fix.id,
-                name,
-                key,
-            )
-    except Exception:
-        log.debug("kvmend: %s could not be looked at", made, exc_info=True)
+        found, new = _shadows(entry, made)
+        for text in new:
+            voice.log(logging.WARNING, f"kvmend: {fix} {text}", log)
+        strict = settings.strict()
+    except Exception as error:  # the engine is made all the same
+        voice.log(logging.DEBUG, f"kvmend: {fix} could not look at a class", log, error)
+    if strict and found:
+        raise StrictError(f"{settings.STRICT}=1: {fix} {found[0]}")
+
+
+def _shadows(entry: Entry, made: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Whose methods bypass a fix in a class, in words: all of them, and those that nobody knew of."""
+    found, new = [], []
+    with JOURNAL.lock:
+        for patch in entry.patches:
+            if isinstance(patch.holder, type) and issubclass(made, patch.holder):
+                name = bypass(made, patch.name, function_of(patch.after))
+                if not name:
+                    continue
+                found.append(f"shadowed_by {name}, which does not call {patch.site.key}: the fix does nothing there")
+                if name not in entry.shadowed_by:
+                    entry.shadowed_by += (name,)
+                    new.append(found[-1])
+        if new:
+            entry.result = _read_back(entry)
+    return tuple(found), tuple(new)
 
 
 def _check(site: Site, plan: Plan) -> None:

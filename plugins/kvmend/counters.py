@@ -6,6 +6,7 @@ nothing else: no lock, no I/O, no allocation beyond the integer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,16 @@ class Counters:
     def as_dict(self) -> dict[str, int]:
         """Name to value, in the order of declaration."""
         derived = self.__dict__["_derived"]
-        return {
-            name: derived[name]() if name in derived else value
-            for name, value in self.__dict__.items()
-            if name != "_derived"
-        }
+        values = {name: value for name, value in self.__dict__.items() if name != "_derived"}
+        for name, compute in derived.items():
+            # What a fix's function does wrong costs its number, not the report.
+            with contextlib.suppress(Exception):
+                values[name] = max(0, compute())  # its parts are not read at one moment
+        return values
+
+    def derived(self) -> tuple[str, ...]:
+        """Names of the computed ones: these may fall, the others only rise."""
+        return tuple(self.__dict__["_derived"])
 
     def reset(self) -> None:
         """Back to zero, in place; used in a forked child, which counts for itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,21 @@ _SWITCH = re.compile(r"KVMEND_[A-Z0-9_]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What a process is to its framework.
+
+    Attributes:
+        name: As in "API server", "EngineCore" or "worker".
+        rank: Which of several alike, or None.
+        node: "prefill", "decode" or "mixed" where prefill and decode are told apart, "" where they are not.
+    """
+
+    name: str
+    rank: int | None = None
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """A serving framework that fixes can be for.
 
@@ -45,6 +60,8 @@ class Framework:
         unloadable: Why the framework's own plugin loader would leave kvmend out, one line per reason, from the
             environment variables and the installed source; None if its loader takes everything.
         plugin_group: Entry-point group that the framework's loader reads kvmend from; "" if there is none.
+        role: What this process is, from its command line, its environment variables and the name that
+            `multiprocessing` has for it; asked whenever a report is written. None if nobody knows.
     """
 
     name: str
@@ -54,6 +71,7 @@ class Framework:
     processes: str = ""
     unloadable: Callable[[Mapping[str, str], Sources], tuple[str, ...]] | None = None
     plugin_group: str = ""
+    role: Callable[[Sequence[str], Mapping[str, str], str], Role] | None = None
 
     def log(self) -> logging.Logger:
         """The logger for whatever kvmend says in the framework's processes."""

@@ -5,10 +5,11 @@ They import no framework, take milliseconds, and never raise unless KVMEND_STRIC
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
-from kvmend import applier, hooks, registry, report, settings
+from kvmend import applier, freshener, hooks, registry, settings, voice
 from kvmend.counters import Counters
 from kvmend.errors import SettingsError, StrictError
 from kvmend.fix import Fix
@@ -33,6 +34,7 @@ def load(package: str) -> None:
     Raises:
         StrictError: KVMEND_STRICT=1 asks for it.
     """
+    voice.speak_as(functools.partial(logging.getLogger, f"{package}.kvmend"))
     try:
         apply_all(package)
     except StrictError:
@@ -40,7 +42,7 @@ def load(package: str) -> None:
     except Exception as error:  # a defect of ours is ours alone: the server comes up, the log says what happened
         if os.environ.get(settings.STRICT) == "1":
             raise StrictError(f"{settings.STRICT}=1: kvmend could not be loaded: {error!r}") from error
-        logging.getLogger(f"{package}.kvmend").exception("kvmend could not be loaded; fixes may be missing")
+        voice.log(logging.ERROR, "kvmend could not be loaded; fixes may be missing", error=error)
 
 
 def apply_all(package: str | None = None) -> list[Result]:
@@ -58,6 +60,8 @@ def apply_all(package: str | None = None) -> list[Result]:
     """
     registered, broken = registry.discover()
     fixes = [fix for fix in registered if package in (None, fix.framework.package)]
+    if package is not None and fixes:
+        voice.speak_as(fixes[0].framework.log)
     strict_problem, strict = "", False
     try:
         strict = settings.strict()
@@ -74,13 +78,13 @@ def apply_all(package: str | None = None) -> list[Result]:
         if sites and not known:
             hooks.arm(fix.id, sites, _settled(fix, strict))
         elif not known:
-            report.say(fix, result)
+            voice.say(fix, result)
         results.append(result)
     for entry in broken:
-        report.say_broken(entry)
+        voice.say_broken(entry)
     for name in settings.unknown_variables(registered):
-        report.warn_once(f"kvmend: {name} is no switch of kvmend; misspelt?")
-    report.publish()
+        voice.warn_once(f"kvmend: {name} is no switch of kvmend; misspelt?")
+    freshener.publish()
     if strict:
         for fix, result in zip(fixes, results, strict=True):
             _stop_if_wanted(fix, result)
@@ -114,8 +118,8 @@ def _refused(fix: Fix, reason: str) -> Result:
 
 def _settled(fix: Fix, strict: bool) -> hooks.Settled:
     def settled(result: Result) -> None:
-        report.say(fix, result)
-        report.publish()
+        voice.say(fix, result)
+        freshener.publish()
         if strict:
             _stop_if_wanted(fix, result)
 

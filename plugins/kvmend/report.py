@@ -1,60 +1,43 @@
-"""What kvmend tells of itself: one log line per process and fix, one JSON report per process.
+"""The report of this process: what kvmend did here, as JSON, complete on disk or not there at all.
 
-Nothing here runs on a hot path: reports are written when an outcome changes, at exit, and by a daemon thread
-that looks at the counters every few seconds. A folder that cannot be written never hurts the server.
+Who writes it and when, `freshener` says. A folder that cannot be written never hurts the server.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import logging
 import os
 import sys
-import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from kvmend import __version__, applier, settings
-from kvmend.fix import Fix
+from kvmend import __version__, applier, process, settings
+from kvmend.errors import SettingsError
+from kvmend.fix import Role
 from kvmend.journal import JOURNAL
-from kvmend.outcome import Outcome, Result
-from kvmend.registry import BrokenFix
+from kvmend.voice import warn_once
 
 SCHEMA = 1
-#: Seconds between two looks at the counters.
-INTERVAL = 5.0
+#: Seconds after which a report is written anew although nothing in it has changed.
+HEARTBEAT = 15.0
+#: Words of the command line that are reported.
+_WORDS = 8
+_SECRETS = ("key", "token", "password", "secret")
 
-_QUIET = frozenset({Outcome.APPLIED, Outcome.ALREADY_FIXED, Outcome.NOT_AFFECTED, Outcome.DISABLED})
 _started = time.time()
+_writing = threading.Lock()
 
 
-def say(fix: Fix, result: Result) -> None:
-    """Logs the end of one fix in the framework's own style; a fix that is only armed has not ended yet."""
-    logger = fix.framework.log()
-    level = logging.INFO if result.outcome in _QUIET else logging.WARNING
-    if result.outcome is Outcome.ARMED or result.outcome is Outcome.NOT_INSTALLED:
-        level = logging.DEBUG
-    elif result.outcome is Outcome.APPLIED and "FORCED" in result.reason:
-        level = logging.WARNING
-    logger.log(level, "kvmend: %s", line(result))
+def snapshot(*, ended: bool = False) -> dict[str, Any]:
+    """The report of this process, as it is written to disk. Its schema is `report.schema.json` beside this file.
 
-
-def say_broken(entry: BrokenFix) -> None:
-    """Logs that somebody's fix could not be loaded."""
-    warn_once(f"kvmend: fix {entry.name} of {entry.distribution} could not be loaded: {entry.reason}")
-
-
-def line(result: Result) -> str:
-    """One line for a result, as in `vllm-prefix-stats applied [vLLM 0.26.0]: source is that of 0.26.0; …`."""
-    where = f" [{' '.join(filter(None, (result.framework, result.version)))}]" if result.framework else ""
-    return f"{result.fix} {result.outcome}{where}: {result.reason}"
-
-
-def snapshot() -> dict[str, Any]:
-    """The report of this process, as it is written to disk. Its schema is `report.schema.json` beside this file."""
+    Args:
+        ended: Whether this is the process's last word.
+    """
+    own = process.own()
     with JOURNAL.lock:
         fixes = [
             {
@@ -69,102 +52,110 @@ def snapshot() -> dict[str, Any]:
                 "shadowed_by": list(result.shadowed_by),
                 "inherited": JOURNAL.entries[result.fix].inherited,
                 "counters": JOURNAL.entries[result.fix].counters.as_dict(),
+                "derived": list(JOURNAL.entries[result.fix].counters.derived()),
             }
             for result in applier.results()
         ]
+        role = _role()
+        now = time.time()
         return {
             "schema": SCHEMA,
             "kvmend": __version__,
-            "pid": JOURNAL.pid,
+            "process": own.id,
+            "host": own.host,
+            "boot": own.boot,
+            "pid_namespace": own.namespace,
+            "pid": own.pid,
+            "birth": own.birth,
             "parent_pid": os.getppid(),
             "forked_from": JOURNAL.parent,
-            "command": sys.argv[:8],
+            "role": {"name": role.name, "rank": role.rank, "node": role.node},
+            "command": _public(sys.argv[:_WORDS]),
             "started": _started,
-            "written": time.time(),
+            "written": now,
+            "ended": now if ended else None,
+            "heartbeat": HEARTBEAT,
             "fixes": fixes,
         }
 
 
-def publish() -> None:
-    """Writes this process's report if KVMEND_STATE_DIR is set, and keeps it fresh from now on."""
-    if settings.state_dir() is None:
-        return
-    write()
-    _Freshener.start()
+def write(*, ended: bool = False) -> str | None:
+    """Writes the report, complete or not at all.
 
-
-def write() -> str | None:
-    """Writes the report: complete or not at all, one file per process.
+    Args:
+        ended: Whether this is the process's last word.
 
     Returns:
         The path, or None if there is no folder for it or it cannot be written.
     """
-    folder = settings.state_dir()
+    try:
+        folder = settings.state_dir()
+    except SettingsError as error:
+        warn_once(f"kvmend: no reports: {error}")
+        return None
     if folder is None:
         return None
-    data = snapshot()
-    path = os.path.join(folder, f"kvmend-{data['pid']}.json")
-    temporary = None
-    try:
-        os.makedirs(folder, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".kvmend-{data['pid']}-", dir=folder)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(data, stream, indent=1)
-            stream.write("\n")
-        os.replace(temporary, path)
-        return path
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        # Not the whole error: it names the temporary file, which is another one each time.
-        warn_once(f"kvmend: report not written to {folder}: {error.strerror or error}")
-        return None
+    with _writing:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            path = os.path.join(folder, process.own().file_name)
+            replace(path, (json.dumps(snapshot(ended=ended), indent=1) + "\n").encode())
+            return path
+        except OSError as error:
+            # Not the whole error: it may name the temporary file.
+            warn_once(f"kvmend: report not written to {folder}: {error.strerror or error}")
+            return None
 
 
-_warned: set[str] = set()
+def replace(path: str, content: bytes) -> None:
+    """Puts a file in place in one step: readers see the old content or the new one, whatever happens meanwhile.
 
-
-def warn_once(message: str) -> None:
-    """Logs a warning, the same text once per process."""
-    if message not in _warned:
-        _warned.add(message)
-        logging.getLogger("kvmend").warning(message)
-
-
-class _Freshener:
-    """Rewrites the report when the counters have moved or a shadow was found.
-
-    One daemon thread per process, started on first use.
+    Raises:
+        OSError: It cannot be written; what was there before still is, and nothing else.
     """
+    # Not `tempfile`: its files are for their owner's eyes only, and those who read these are often other users.
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(handle, view) :]
+        finally:
+            os.close(handle)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
-    _thread: threading.Thread | None = None
-    _pid = 0
-    _registered = False
 
-    @classmethod
-    def start(cls) -> None:
-        if cls._pid == os.getpid() and cls._thread is not None:
-            return
-        cls._pid = os.getpid()
-        cls._thread = threading.Thread(target=cls._run, name="kvmend-report", daemon=True)
-        cls._thread.start()
-        if not cls._registered:
-            cls._registered = True
-            atexit.register(write)
-            os.register_at_fork(after_in_child=publish)
+def _role() -> Role:
+    """What this process is to the first of its frameworks that knows."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    name = multiprocessing.current_process().name if multiprocessing else "MainProcess"
+    for entry in JOURNAL.entries.values():
+        ask = entry.plan.fix.framework.role
+        if ask is not None:
+            with contextlib.suppress(Exception):
+                return ask(tuple(sys.argv), os.environ, name)
+    return Role(name="")
 
-    @staticmethod
-    def _counts() -> list[tuple[dict[str, int], tuple[str, ...]]]:
-        with JOURNAL.lock:
-            return [(entry.counters.as_dict(), entry.shadowed_by) for entry in JOURNAL.entries.values()]
 
-    @classmethod
-    def _run(cls) -> None:
-        before = cls._counts()
-        while True:
-            time.sleep(INTERVAL)
-            counts = cls._counts()
-            if counts != before:
-                before = counts
-                write()
+def _public(words: Sequence[str]) -> list[str]:
+    """A command line without the values of options that are secrets by their name."""
+    shown, hide = [], False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        secret = option.startswith("-") and option.lower().endswith(_SECRETS)
+        shown.append("***" if hide else f"{option}=***" if secret and equals else word)
+        hide = secret and not equals
+    return shown
+
+
+def _in_forked_child() -> None:
+    global _started, _writing
+    _started, _writing = time.time(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -73,8 +73,29 @@ def strict(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def state_dir(environ: Mapping[str, str] | None = None) -> str | None:
-    """The folder for per-process reports, or None."""
-    return (os.environ if environ is None else environ).get(STATE_DIR) or None
+    """The folder for per-process reports as an absolute path, a leading `~` expanded; None if none is asked for.
+
+    Raises:
+        SettingsError: The path begins with `~`, and there is no such home folder.
+    """
+    value = (os.environ if environ is None else environ).get(STATE_DIR)
+    if not value:
+        return None
+    folder = os.path.expanduser(value)
+    if folder.startswith("~"):
+        raise SettingsError(STATE_DIR, value, ("a folder", "~/folder where there is a home"))
+    return os.path.abspath(folder)
+
+
+def pin_state_dir() -> None:
+    """Makes a relative KVMEND_STATE_DIR absolute for this process and its children, which may work elsewhere.
+
+    Raises:
+        SettingsError: As in `state_dir`.
+    """
+    folder = state_dir()
+    if folder is not None and not os.path.isabs(os.environ[STATE_DIR]):
+        os.environ[STATE_DIR] = folder
 
 
 def unknown_variables(fixes: Iterable[Fix], environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

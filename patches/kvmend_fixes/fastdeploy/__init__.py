@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 
-from kvmend.api import Framework, Sources, left_out
+from kvmend.api import Framework, Role, Sources, left_out
 
 _LOADER = "fastdeploy.plugins.utils"
 
@@ -57,6 +58,46 @@ def logger() -> str:
     return new.name if new.handlers and not new.propagate else "legacy.fastdeploy"
 
 
+_SCRIPTS = {
+    "worker_process.py": "worker",
+    "cache_transfer_manager.py": "transfer manager",
+    "cache_messager.py": "messager",
+    "api_server.py": "API server",
+    "multi_api_server.py": "API server",
+}
+
+
+def role(command: Sequence[str], environ: Mapping[str, str], name: str) -> Role:
+    """Workers and cache processes are scripts of their own; an engine beside the API server is a child of it.
+
+    Without such a child the API server's process is the engine too. The node is the option `--splitwise-role`, with
+    `_` or `-`, that every one of these commands has; without it the default, mixed.
+    """
+    script = os.path.basename(command[0]) if command else ""
+    kind = _SCRIPTS.get(script, "main process")
+    if name.startswith(("Process-", "ForkProcess-", "SpawnProcess-")):
+        kind = "engine"
+    options = _options(command)
+    rank = options.get("rank", environ.get("PADDLE_TRAINER_ID", "") if kind == "worker" else "")
+    node = options.get("splitwise-role", "mixed")
+    return Role(
+        name=kind,
+        rank=int(rank) if rank.isdecimal() else None,
+        node=node if node in ("prefill", "decode", "mixed") else "",
+    )
+
+
+def _options(command: Sequence[str]) -> dict[str, str]:
+    """Option to value, for `--name value` and `--name=value` with `_` read as `-`."""
+    found = {}
+    for index, word in enumerate(command):
+        if word.startswith("--"):
+            option, equals, value = word[2:].partition("=")
+            following = command[index + 1] if index + 1 < len(command) else ""
+            found[option.replace("_", "-")] = value if equals else following
+    return found
+
+
 FASTDEPLOY = Framework(
     name="FastDeploy",
     package="fastdeploy",
@@ -65,4 +106,5 @@ FASTDEPLOY = Framework(
     processes="API server, engine, workers and cache transfer processes",
     unloadable=unloadable,
     plugin_group="fastdeploy.reasoning_parser_plugins",
+    role=role,
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from kvmend import __version__
-from kvmend.cli import catalogue, check, demo, fingerprint, hook, verify
+from kvmend.cli import catalogue, check, demo, fingerprint, hook, status, verify
 from kvmend.cli.output import reader_may_leave
 from kvmend.errors import KvmendError
 
@@ -25,6 +25,7 @@ for command in (
     catalogue.explain_command,
     check.check_command,
     verify.verify_command,
+    status.status_command,
     hook.hook_command,
     demo.demo_command,
     fingerprint.fingerprint_command,
