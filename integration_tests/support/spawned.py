@@ -17,3 +17,13 @@ def load_and_report(place: str) -> None:
     toyfw.engine.Engine().lookup("a")
     snapshot: dict[str, Any] = report.snapshot()
     Path(place).write_text(json.dumps(snapshot), encoding="utf-8")
+
+
+def load_and_count() -> None:
+    """What the child of a server does: loads the plugin, unless it was forked with it, and serves one request."""
+    from kvmend import loading
+
+    loading._load("toyfw")
+    import toyfw.engine  # type: ignore[import-not-found]
+
+    toyfw.engine.Engine().lookup("a")

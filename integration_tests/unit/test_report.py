@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,26 +11,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-import kvmend
 from kvmend import applier, report
 from kvmend.journal import JOURNAL
 from support.interpreter import clean_environment, run
+from support.reporting import REPORT_SCHEMA, reports
 from support.toyfix import ENGINE, make_fix
 from support.toyfw import register_fix, write_release
 
-SCHEMA = json.loads((Path(kvmend.__file__).parent / "report.schema.json").read_text(encoding="utf-8"))
-_LOAD = "from kvmend import loading, report\nloading.apply_all('toyfw')\nimport toyfw.engine\n"
-
-
-def reports(folder: Path) -> dict[int, Any]:
-    """Pid to report, each of them valid."""
-    found = {}
-    for file in folder.glob("kvmend-*.json"):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        jsonschema.validate(data, SCHEMA)
-        assert file.name == f"kvmend-{data['pid']}.json"
-        found[data["pid"]] = data
-    return found
+_LOAD = "from kvmend import freshener, loading, report\nloading.apply_all('toyfw')\nimport toyfw.engine\n"
 
 
 @pytest.fixture
@@ -42,7 +29,7 @@ def toy(root: Path) -> Path:
 
 
 def test_the_schema_is_a_schema() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.Draft202012Validator.check_schema(REPORT_SCHEMA)
 
 
 def test_a_report_says_what_is_in_place_and_how_often_it_was_used(root: Path) -> None:
@@ -52,13 +39,13 @@ def test_a_report_says_what_is_in_place_and_how_often_it_was_used(root: Path) ->
     for _ in range(3):
         module.Engine().lookup("a")
     data = report.snapshot()
-    jsonschema.validate(data, SCHEMA)
+    jsonschema.validate(data, REPORT_SCHEMA)
     assert (data["pid"], data["parent_pid"], data["forked_from"]) == (os.getpid(), os.getppid(), JOURNAL.parent)
     assert data["fixes"] == [
         {
             "fix": "toy-count", "outcome": "applied", "reason": "the lookup counts", "mode": "1", "framework": "ToyFW",
             "version": "1.0", "sites": ["toyfw.engine:Engine.lookup"], "known_as": [], "shadowed_by": [],
-            "inherited": False, "counters": {"calls": 3},
+            "inherited": False, "counters": {"calls": 3}, "derived": [],
         }
     ]  # fmt: skip
 
@@ -95,36 +82,15 @@ def test_the_folder_is_made_and_the_report_is_complete_at_exit(toy: Path) -> Non
     (data,) = reports(state).values()
     assert data["fixes"][0]["counters"] == {"calls": 1}
     assert data["started"] <= data["written"]
-    assert [file.name for file in state.iterdir()] == [f"kvmend-{data['pid']}.json"]
-
-
-def test_counters_that_move_are_written_while_the_process_runs(toy: Path) -> None:
-    code = """
-        report.INTERVAL = 0.02
-        loading.apply_all("toyfw")
-        toyfw.engine.Engine().lookup("a")
-        import json, os, time
-        place = os.path.join(os.environ["KVMEND_STATE_DIR"], f"kvmend-{os.getpid()}.json")
-        for _ in range(500):
-            time.sleep(0.02)
-            counters = json.load(open(place))["fixes"][0]["counters"]
-            if counters["calls"]:
-                break
-        answer(counters)
-    """
-    code = (
-        "from kvmend import report\nreport.INTERVAL = 0.02\n"
-        + _LOAD
-        + "\n".join(line.removeprefix("        ") for line in code.splitlines())
-    )
-    assert run(code, path=[toy], env={"KVMEND_STATE_DIR": str(toy / "state")}).value == {"calls": 1}
+    assert data["ended"] == data["written"]
+    assert len(list(state.iterdir())) == 1
 
 
 @pytest.mark.parametrize("place", ["/proc", "/proc/nowhere", "file", "file/below"])
 def test_a_folder_that_cannot_be_written_never_hurts_and_is_said_once(toy: Path, place: str) -> None:
     (toy / "file").touch()
     folder = str(toy / place)  # an absolute place stays what it is
-    code = _LOAD + "[report.write() for _ in range(5)]\nreport.publish()\nanswer(toyfw.engine.Engine().lookup('a'))"
+    code = _LOAD + "[report.write() for _ in range(5)]\nfreshener.publish()\nanswer(toyfw.engine.Engine().lookup('a'))"
     done = run(code, path=[toy], env={"KVMEND_STATE_DIR": folder})
     assert done.value == "found a +kvmend"
     said = [line for line in done.stderr.splitlines() if line]
@@ -140,12 +106,16 @@ def test_a_report_is_replaced_as_a_whole_and_leaves_nothing_else_behind(
     assert path is not None
     before = Path(path).read_text(encoding="utf-8")
 
-    def half(data: Any, stream: Any, **options: Any) -> None:
-        stream.write('{"half')
-        raise OSError(28, "No space left on device")
+    plain = os.write
 
-    monkeypatch.setattr(json, "dump", half)
+    def half(handle: int, content: Any) -> int:
+        if len(content) < 300:
+            raise OSError(28, "No space left on device")
+        return plain(handle, content[: len(content) // 2])
+
+    monkeypatch.setattr(os, "write", half)
     assert report.write() is None
+    monkeypatch.undo()
     assert Path(path).read_text(encoding="utf-8") == before
     assert not list(toy.glob(".kvmend-*"))
     assert "No space left on device" in caplog.text
@@ -163,19 +133,51 @@ def test_readers_of_a_report_that_is_rewritten_all_the_time_see_only_whole_ones(
     assert writer.returncode == 0
 
 
-def test_fifty_processes_share_one_folder(toy: Path) -> None:
-    environment = clean_environment({"KVMEND_STATE_DIR": str(toy / "state")}, [toy])
-    # Ten interpreters that fork four times each: fifty processes, without fifty starts.
-    code = (
-        _LOAD
-        + "import os\nfor _ in range(4):\n    if not os.fork():\n        os._exit(0)\n[os.wait() for _ in range(4)]\n"
-    )
-    writers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(10)]
-    assert [writer.wait(60) for writer in writers] == [0] * 10
-    found = reports(toy / "state")
-    assert len(found) == 50
-    assert {data["fixes"][0]["outcome"] for data in found.values()} == {"applied"}
-    assert len(list((toy / "state").iterdir())) == 50
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_report_can_be_read_by_whom_the_umask_lets(toy: Path, mask: int) -> None:
+    """Catches reports that only the server's own user can read."""
+    run(f"import os\nos.umask({mask})\n" + _LOAD, path=[toy], env={"KVMEND_STATE_DIR": str(toy / "state")})
+    (file,) = (toy / "state").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_secrets_of_the_command_line_stay_out_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["serve", "--api-key", "s3cret", "--hf_token=s3cret", "--max-tokens", "7", "--ssl-keyfile", "k.pem"]
+    monkeypatch.setattr("sys.argv", words)
+    shown = ["serve", "--api-key", "***", "--hf_token=***", "--max-tokens", "7", "--ssl-keyfile", "k.pem"]
+    assert report.snapshot()["command"] == shown
+
+
+def test_a_counter_that_is_computed_is_named_and_never_below_zero_and_a_broken_one_costs_only_itself(
+    root: Path,
+) -> None:
+    write_release(root)
+    __import__(ENGINE)
+    applier.apply(make_fix(counters={"calls": "calls", "left": "left", "odd": "odd"}))
+    counters = JOURNAL.entries["toy-count"].counters
+    counters.derive("left", lambda: counters.calls - 1)
+    counters.derive("odd", lambda: 1 // 0)
+    (fix,) = report.snapshot()["fixes"]
+    assert (fix["counters"], fix["derived"]) == ({"calls": 0, "left": 0, "odd": 0}, ["left", "odd"])
+
+
+def test_a_relative_folder_is_where_the_process_was_when_it_loaded_kvmend(toy: Path) -> None:
+    (toy / "work").mkdir()
+    (toy / "elsewhere").mkdir()
+    code = f"import os\nos.chdir({str(toy / 'work')!r})\n" + _LOAD + f"os.chdir({str(toy / 'elsewhere')!r})\n"
+    code += "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'from kvmend import loading; loading._load(\"toyfw\")'])"
+    run(code, path=[toy], env={"KVMEND_STATE_DIR": "state"})
+    assert len(reports(toy / "work" / "state")) == 2
+    assert list((toy / "elsewhere").iterdir()) == []
+
+
+def test_a_tilde_is_the_home_folder_and_without_one_there_are_no_reports_and_it_is_said_once(toy: Path) -> None:
+    run(_LOAD, path=[toy], env={"KVMEND_STATE_DIR": "~/state", "HOME": str(toy)})
+    assert len(reports(toy / "state")) == 1
+    code = _LOAD + "loading.apply_all('toyfw')\nanswer([report.write(), toyfw.engine.Engine().lookup('a')])"
+    done = run(code, path=[toy], env={"KVMEND_STATE_DIR": "~nobody-at-all/state"})
+    assert done.value == [None, "found a +kvmend"]
+    assert done.stderr.count("KVMEND_STATE_DIR='~nobody-at-all/state' is not allowed") == 1
 
 
 # Fork and spawn -----------------------------------------------------------------------------------------------------
@@ -208,12 +210,6 @@ def test_a_forked_child_reports_for_itself_and_says_what_it_inherited(toy: Path)
     (theirs,), (ours,) = found[child]["fixes"], own["fixes"]
     assert (theirs["outcome"], theirs["inherited"], theirs["counters"]) == ("applied", True, {"calls": 2})
     assert (ours["outcome"], ours["inherited"], ours["counters"]) == ("applied", False, {"calls": 1})
-
-
-def test_a_child_forked_before_it_did_anything_has_counters_at_zero_in_its_report(toy: Path) -> None:
-    code = _LOAD + _FORK.replace('    engine.lookup("a"), engine.lookup("a")\n', "").replace("    report.write()\n", "")
-    _, child, _ = run(code, path=[toy], env={"KVMEND_STATE_DIR": str(toy / "state")}).value
-    assert reports(toy / "state")[child]["fixes"][0]["counters"] == {"calls": 0}
 
 
 def test_a_child_forked_while_another_thread_holds_the_journal_is_not_stuck(toy: Path) -> None:
@@ -282,6 +278,6 @@ def test_a_spawned_child_starts_afresh(toy: Path) -> None:
         + "\n".join(line.removeprefix("        ") for line in code.splitlines())
     )
     parent, child, data = run(code, path=[toy]).value
-    jsonschema.validate(data, SCHEMA)
+    jsonschema.validate(data, REPORT_SCHEMA)
     assert (data["pid"], data["parent_pid"], data["forked_from"]) == (child, parent, None)
     assert [(fix["inherited"], fix["counters"]) for fix in data["fixes"]] == [(False, {"calls": 1})]
