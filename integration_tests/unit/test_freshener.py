@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ import toyfw.engine
 engine = toyfw.engine.Engine()
 until(lambda: STATE.is_dir() and reports(STATE))
 """
+#: The log on standard output, in some format.
+_LOG = "import logging, sys\nlogging.basicConfig(level='INFO', stream=sys.stdout, format='{}')\n"
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_however_often_something_changes_there_is_at_most_one_report_in_the_spac
         time.sleep(0.001)
     times = [when for when, _ in written]
     assert 2 <= len(times) <= 6
-    assert all(later - earlier >= 0.19 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier >= 0.19 for earlier, later in itertools.pairwise(times))
 
 
 def test_nothing_is_written_on_the_thread_that_loads_or_serves(
@@ -226,7 +229,7 @@ def test_a_plugin_that_replaces_a_wrapper_later_is_named_in_report_and_log_and_s
 ) -> None:
     """Catches a report that says `applied` for ever. Strict guards the start; it kills no server that serves."""
     write_module(toy, "foreign", _FOREIGN)
-    before = "import logging, sys\nlogging.basicConfig(level='INFO', stream=sys.stdout, format='%(levelname)s %(message)s')\n"
+    before = _LOG.format("%(levelname)s %(message)s")
     done = loaded(toy, _DISPLACED, before, KVMEND_STRICT=strict)
     reason = "toyfw.engine:Engine.lookup was replaced by foreign.lookup, which does not call kvmend's wrapper"
     assert done.value == reason
@@ -253,9 +256,7 @@ os.waitpid(pid, 0)
 {after}
 answer([os.getpid(), pid])
 """
-    before = (
-        "import logging, sys\nlogging.basicConfig(level='INFO', stream=sys.stdout, format='%(process)d %(message)s')\n"
-    )
+    before = _LOG.format("%(process)d %(message)s")
     done = loaded(toy, code, before)
     return reports(toy / "state"), done.value, done.stdout
 

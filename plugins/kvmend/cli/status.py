@@ -74,7 +74,7 @@ def status_command(
     elif prometheus:
         click.echo(expose(found).encode(), nl=False)  # the format is UTF-8, whatever the terminal is
     else:
-        Console(highlight=False).print(render(found))
+        Console(highlight=False).print(render(found), crop=False)
     return 0 if found.ok else 1
 
 
@@ -213,7 +213,7 @@ def _watch(look: Callable[[], Folder], seconds: float) -> int:
 
         def show() -> int:
             found = look()
-            console.print(render(found))
+            console.print(render(found), crop=False)
             console.file.flush()
             return 0 if found.ok else 1
 
