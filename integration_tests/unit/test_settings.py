@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from kvmend.errors import SettingsError
-from kvmend.settings import Setting, allowed_values, setting_of, state_dir, strict, unknown_variables
+from kvmend.settings import Setting, allowed_values, pin_state_dir, setting_of, state_dir, strict, unknown_variables
 from support.toyfix import make_fix
 
 FIX = make_fix()
@@ -78,6 +81,26 @@ def test_an_empty_report_folder_is_no_folder() -> None:
         None,
         "/x",
     ]
+
+
+def test_the_report_folder_is_absolute_and_a_tilde_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/operator")
+    assert state_dir({"KVMEND_STATE_DIR": "state"}) == f"{tmp_path}/state"
+    assert state_dir({"KVMEND_STATE_DIR": "~/state/../x"}) == "/home/operator/x"
+    with pytest.raises(SettingsError, match=r"^KVMEND_STATE_DIR='~nobody-at-all/x' is not allowed"):
+        state_dir({"KVMEND_STATE_DIR": "~nobody-at-all/x"})
+
+
+@pytest.mark.parametrize("value", [None, "", "/absolute/../as/given", "relative"])
+def test_pinning_changes_a_relative_report_folder_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if value is not None:
+        monkeypatch.setenv("KVMEND_STATE_DIR", value)
+    pin_state_dir()
+    assert os.environ.get("KVMEND_STATE_DIR") == (f"{tmp_path}/relative" if value == "relative" else value)
 
 
 def test_switches_are_read_when_asked_for_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from kvmend import applier, freshener, report
+from kvmend.errors import StrictError
 from kvmend.fix import Context
 from kvmend.journal import JOURNAL
 from kvmend.outcome import Outcome
@@ -209,6 +210,42 @@ def test_a_shadow_is_a_warning_once_and_in_the_result_and_in_the_report(
     assert (result.outcome, result.shadowed_by) == (Outcome.APPLIED, ("foreign.Fast.lookup",))
     assert result.reason == "the lookup counts; shadowed_by foreign.Fast.lookup"
     jsonschema.validate(report.snapshot(), REPORT_SCHEMA)
+
+
+def test_under_strict_a_shadow_stops_the_engine_from_being_made_however_often_it_is_tried(
+    context: Context, toy: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an engine that serves without its fix although it was told to rather not start."""
+    fast = foreign(root, BYPASSING["a lookup of its own"][0])
+    monkeypatch.setenv("KVMEND_STRICT", "1")
+    text = "toy-count shadowed_by foreign.Fast.lookup, which does not call toyfw.engine:Engine.lookup"
+    for _ in range(2):
+        with pytest.raises(StrictError, match=f"^KVMEND_STRICT=1: {text}: the fix does nothing there$"):
+            context.check_shadows(fast)
+    context.check_shadows(toy.Engine)
+    assert applier.results()[0].shadowed_by == ("foreign.Fast.lookup",)
+
+
+@pytest.mark.parametrize("value", ["0", "perhaps"])
+def test_without_strict_or_with_a_value_that_is_none_a_shadow_stops_nothing(
+    context: Context, root: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("KVMEND_STRICT", value)
+    assert shadows(context, foreign(root, BYPASSING["a mixin"][0])) == ["foreign.Mixin.lookup"]
+
+
+def test_a_log_handler_that_raises_neither_stops_the_engine_nor_hides_the_shadow(
+    context: Context, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(logging.Logger, "handle", refuse)
+    fast = foreign(root, BYPASSING["a mixin"][0])
+    assert shadows(context, fast) == ["foreign.Mixin.lookup"]
+    monkeypatch.setenv("KVMEND_STRICT", "1")
+    with pytest.raises(StrictError):
+        context.check_shadows(fast)
 
 
 def test_two_shadows_are_two(context: Context, root: Path) -> None:

@@ -28,7 +28,7 @@ INTERVAL = 5.0
 #: Seconds between two reports at least; the last word of a process does not wait for it.
 SPACING = 1.0
 #: Seconds that the end of a process waits for its last report.
-PATIENCE = 2.0
+PATIENCE = 5.0
 
 _Seen = list[tuple[Result, dict[str, int]]]
 
