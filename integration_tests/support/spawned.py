@@ -23,7 +23,7 @@ def load_and_count() -> None:
     """What the child of a server does: loads the plugin, unless it was forked with it, and serves one request."""
     from kvmend import loading
 
-    loading._load("toyfw")
+    loading.load("toyfw")
     import toyfw.engine  # type: ignore[import-not-found]
 
     toyfw.engine.Engine().lookup("a")

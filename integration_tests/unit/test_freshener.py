@@ -25,7 +25,7 @@ from kvmend import freshener, loading, report
 freshener.INTERVAL = freshener.SPACING = 0.02
 report.HEARTBEAT = 1000  # what is written is written because something changed
 STATE = Path(os.environ["KVMEND_STATE_DIR"])
-loading._load("toyfw")
+loading.load("toyfw")
 import toyfw.engine
 engine = toyfw.engine.Engine()
 until(lambda: STATE.is_dir() and reports(STATE))
@@ -103,7 +103,7 @@ def note(**options):
     return plain(**options)
 report.write = note
 engine.lookup("a")
-loading._load("toyfw")
+loading.load("toyfw")
 until(lambda: threads)
 freshener.finish()
 answer(sorted(set(threads)))
@@ -173,7 +173,7 @@ def refuse(self):
     raise RuntimeError("can't start new thread")
 threading.Thread.start = refuse
 from kvmend import loading
-loading._load("toyfw")
+loading.load("toyfw")
 import toyfw.engine
 answer(toyfw.engine.Engine().lookup("a"))
 """
@@ -340,7 +340,7 @@ engine.lookup("a")
 time.sleep(0.1)
 from kvmend import registry
 registry.discover = lambda: 1 / 0
-loading._load("toyfw")
+loading.load("toyfw")
 answer("served")
 """
     done = loaded(toy, code, before)
@@ -355,5 +355,5 @@ def test_what_belongs_to_no_fix_is_said_in_the_framework_s_own_logger(
 
     monkeypatch.setattr(voice, "_warned", set())
     monkeypatch.setenv("KVMEND_TOY_CUONT", "0")
-    loading._load("toyfw")
+    loading.load("toyfw")
     assert [record.name for record in caplog.records if "misspelt" in record.message] == ["toyfw.kvmend"]

@@ -165,7 +165,7 @@ def test_a_relative_folder_is_where_the_process_was_when_it_loaded_kvmend(toy: P
     (toy / "work").mkdir()
     (toy / "elsewhere").mkdir()
     code = f"import os\nos.chdir({str(toy / 'work')!r})\n" + _LOAD + f"os.chdir({str(toy / 'elsewhere')!r})\n"
-    code += "import subprocess, sys\nchild = 'from kvmend import loading; loading._load(\"toyfw\")'\n"
+    code += "import subprocess, sys\nchild = 'from kvmend import loading; loading.load(\"toyfw\")'\n"
     code += "subprocess.run([sys.executable, '-c', child])\n"
     run(code, path=[toy], env={"KVMEND_STATE_DIR": "state"})
     assert len(reports(toy / "work" / "state")) == 2

@@ -28,7 +28,7 @@ from pathlib import Path
 from support.reporting import reports, until
 from kvmend import freshener, loading
 freshener.INTERVAL = freshener.SPACING = 0.02
-loading._load("toyfw")
+loading.load("toyfw")
 import toyfw.engine
 STATE = Path(os.environ["KVMEND_STATE_DIR"])
 until(lambda: STATE.is_dir() and reports(STATE))
@@ -160,7 +160,7 @@ import logging, sys
 logging.basicConfig(level="DEBUG", stream=sys.stdout)
 sys.argv += ["m\\u00fcnchen", "bad\\udcff"]
 from kvmend import freshener, loading
-loading._load("toyfw")
+loading.load("toyfw")
 import toyfw.engine
 answer(toyfw.engine.Engine().lookup("a"))
 """
@@ -187,7 +187,7 @@ STATE = Path(os.environ["KVMEND_STATE_DIR"])
 STATE.mkdir()
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-loading._load("toyfw")
+loading.load("toyfw")
 import toyfw.engine
 until(lambda: voice._warned)
 looks = []
@@ -241,7 +241,7 @@ with (STATE / "filler").open("wb", buffering=0) as filler:
             pass
     except OSError:
         pass
-loading._load("toyfw")
+loading.load("toyfw")
 import toyfw.engine
 until(lambda: voice._warned)
 toyfw.engine.Engine().lookup("a")
@@ -260,7 +260,7 @@ def test_a_file_system_that_is_read_only_does_not_hurt(toy: Path) -> None:
     code = """
 from support.reporting import until
 from kvmend import freshener, loading, voice
-loading._load("toyfw")
+loading.load("toyfw")
 import toyfw.engine
 until(lambda: voice._warned)
 answer(toyfw.engine.Engine().lookup("a"))
@@ -284,7 +284,7 @@ for _ in range(50):
     if pid == 0:
         os.close(begin)
         os.read(start, 1)
-        loading._load("toyfw")
+        loading.load("toyfw")
         import toyfw.engine
         toyfw.engine.Engine().lookup("a")
         freshener.finish()
