@@ -94,7 +94,7 @@ def test_the_gone_are_down_and_an_empty_folder_says_that_nobody_is_there(tmp_pat
 names = st.text(max_size=20)
 
 
-@given(names, names, names, st.integers(min_value=0, max_value=2**70))
+@given(names, names, names, st.integers(min_value=0, max_value=2**53))
 def test_whatever_the_names_are_the_text_can_be_scraped_and_gives_them_back(
     host: str, version: str, counter: str, count: int
 ) -> None:

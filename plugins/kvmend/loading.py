@@ -14,6 +14,7 @@ from kvmend.counters import Counters
 from kvmend.errors import SettingsError, StrictError
 from kvmend.fix import Fix
 from kvmend.journal import JOURNAL, Entry
+from kvmend.locate import Installation, locate_installed
 from kvmend.outcome import Outcome, Result
 from kvmend.plan import Plan
 
@@ -68,10 +69,15 @@ def apply_all(package: str | None = None) -> list[Result]:
     except SettingsError as error:
         strict_problem = str(error)
     results = []
+    # What one fix has read of a framework, the next one need not read again.
+    installations: dict[str, Installation | None] = {}
     for fix in fixes:
         with JOURNAL.lock:
             known = fix.id in JOURNAL.entries
-            result = _refused(fix, strict_problem) if strict_problem and _wanted(fix) else applier.apply(fix)
+            if not known and fix.framework.package not in installations:
+                installations[fix.framework.package] = locate_installed(fix.framework)
+            at = installations.get(fix.framework.package)
+            result = _refused(fix, strict_problem) if strict_problem and _wanted(fix) else applier.apply(fix, at)
             sites = JOURNAL.entries[fix.id].plan.sites if result.outcome is Outcome.ARMED else ()
         # Outside the lock: some releases of wrapt hold a lock of their own while they run hooks, and ours take the
         # journal's there.
