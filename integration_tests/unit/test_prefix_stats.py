@@ -286,6 +286,37 @@ def test_a_lookup_that_raises_puts_the_statistics_back_and_counts_nothing(genera
     assert counts(rig) == NOTHING
 
 
+@AT_THE_LOOKUP
+def test_a_probe_with_a_request_of_ones_own_kind_passes_through_and_counts_nothing(generation: str) -> None:
+    class Bare:
+        """What a lookup reads of a request, and no room for more."""
+
+        __slots__ = ("num_tokens", "preempted", "skip_reading_prefix_cache")
+
+    rig, bare = make_rig(generation), Bare()
+    bare.num_tokens, bare.preempted, bare.skip_reading_prefix_cache = 100, False, False
+    assert rig.manager.get_computed_blocks(bare) == ("blocks", 0)
+    assert counts(rig) == NOTHING
+    request = Request()
+    rig.lookup(request)
+    assert rig.admit(request)
+    assert counts(rig) == (1, 100, 60)
+
+
+@AT_THE_LOOKUP
+def test_slots_for_a_running_request_drop_its_lookup_also_if_it_is_preempted_then(generation: str) -> None:
+    rig = make_rig(generation)
+    probed, other = Request(num_computed_tokens=32), Request(num_computed_tokens=32)
+    rig.lookup(probed)
+    rig.lookup(other)
+    assert rig.admit(probed)
+    probed.num_computed_tokens = other.num_computed_tokens = 0
+    assert rig.admit(probed)
+    assert counts(rig) == NOTHING
+    assert rig.admit(other)
+    assert counts(rig) == (1, 100, 60)
+
+
 def test_the_wrappers_look_like_what_they_wrap() -> None:
     import inspect
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 
 class Counters:
@@ -21,12 +21,15 @@ class Counters:
 
         def __getattr__(self, name: str) -> int: ...
 
-        def __setattr__(self, name: str, value: int) -> None: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self.__dict__["_derived"] = {}
-        for name in names:
-            self.__dict__[name] = 0
+        # By setattr, and nowhere here is `__dict__` asked for: CPython then keeps the integers in the object itself.
+        # Once somebody has seen the dictionary of it, bumping a counter takes 110 ns instead of 25.
+        self._names = tuple(names)
+        self._derived: dict[str, Callable[[], int]] = {}
+        for name in self._names:
+            setattr(self, name, 0)
 
     def derive(self, name: str, value: Callable[[], int]) -> None:
         """Has a counter computed whenever somebody reads the report, instead of bumped.
@@ -35,13 +38,12 @@ class Counters:
             name: One of the declared counters.
             value: Gives its value; called outside hot paths.
         """
-        self.__dict__["_derived"][name] = value
+        self._derived[name] = value
 
     def as_dict(self) -> dict[str, int]:
         """Name to value, in the order of declaration."""
-        derived = self.__dict__["_derived"]
-        values = {name: value for name, value in self.__dict__.items() if name != "_derived"}
-        for name, compute in derived.items():
+        values = {name: getattr(self, name) for name in self._names}
+        for name, compute in self._derived.items():
             # What a fix's function does wrong costs its number, not the report.
             with contextlib.suppress(Exception):
                 values[name] = max(0, compute())  # its parts are not read at one moment
@@ -49,10 +51,9 @@ class Counters:
 
     def derived(self) -> tuple[str, ...]:
         """Names of the computed ones: these may fall, the others only rise."""
-        return tuple(self.__dict__["_derived"])
+        return tuple(self._derived)
 
     def reset(self) -> None:
         """Back to zero, in place; used in a forked child, which counts for itself."""
-        for name in self.__dict__:
-            if name != "_derived":
-                self.__dict__[name] = 0
+        for name in self._names:
+            setattr(self, name, 0)

@@ -1,0 +1,141 @@
+"""What a `schedule()` of vLLM costs with kvmend, relative to one without, and to one of a natively fixed release.
+
+Run as `python -m bench.vllm_overhead [--out FOLDER] [--native PYTHON]` in `integration_tests`, with an interpreter that
+has an affected vLLM; `PYTHON` is one that has vLLM 0.27 or later. Only ratios mean anything: the requests are tiny and
+there is no model, so that a step here is all scheduler. Each case is measured in several sets of fresh processes, in
+turns within a set; see `vllm_steps` for the cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from bench.measuring import Ratio, Report, arguments, compare, finish, pooled, row
+from bench.vllm_steps import CASES, Order
+
+TARGET = 1.01
+SIZES = (10, 100, 1000)
+#: Requests in a block: so many that it takes milliseconds.
+_BLOCK = 2000
+
+
+class Fleet:
+    """Processes that have vLLM imported and fork what is measured."""
+
+    def __init__(self, pythons: dict[str, str]) -> None:
+        self._pythons = pythons
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Fleet]:
+        """Starts one process per interpreter; all end with the block."""
+        with tempfile.TemporaryDirectory(prefix="kvmend-bench-") as folder:
+            self._hosts: dict[str, Connection[Any, Any]] = {}
+            processes = []
+            try:
+                for number, (name, python) in enumerate(self._pythons.items()):
+                    listener = Listener(str(Path(folder) / str(number)))
+                    self._listeners = getattr(self, "_listeners", {}) | {name: listener}
+                    processes.append(_start(python, str(listener.address)))
+                    self._hosts[name] = listener.accept()
+                yield self
+            finally:
+                for host in self._hosts.values():
+                    host.send(None)
+                for process in processes:
+                    process.wait(timeout=60)
+
+    def child(self, host: str, order: Order) -> Connection[Any, Any]:
+        """A fresh child that is ready to be asked."""
+        self._hosts[host].send(order)
+        child: Connection[Any, Any] = self._listeners[host].accept()
+        answer = child.recv()
+        if answer != "ready":
+            raise SystemExit(f"{order}: {answer}")
+        return child
+
+
+def _start(python: str, address: str) -> subprocess.Popen[bytes]:
+    here = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": str(here), "KVMEND": "0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([python, "-m", "bench.vllm_steps", address], env=environment)
+
+
+def measured(fleet: Fleet, case: str, requests: int, treatments: dict[str, str], rounds: int) -> dict[str, list[float]]:
+    """Seconds per step by treatment, round by round, in one set of fresh processes.
+
+    Args:
+        fleet: Where to fork them.
+        case: As in `Order`.
+        requests: As in `Order`.
+        treatments: Treatment to the name of its host.
+        rounds: Blocks of each treatment.
+    """
+    children = {name: fleet.child(host, Order(case, requests, name)) for name, host in treatments.items()}
+    figures: dict[str, list[float]] = {name: [] for name in children}
+    steps = max(1, _BLOCK // requests)
+    names = list(children)
+    for number in range(-4, rounds):
+        for name in names if number % 2 else reversed(names):
+            children[name].send(steps)
+            figure = children[name].recv()
+            if number >= 0:
+                figures[name].append(figure)
+        names.append(names.pop(0))
+    for child in children.values():
+        child.send(None)
+        child.close()
+    return figures
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--native", metavar="PYTHON", help="interpreter with vLLM 0.27 or later")
+    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--requests", type=int, choices=SIZES, action="append", help="only so many; may be repeated")
+    options = parser.parse_args()
+    sets, rounds = (2, 10) if options.quick else (10, 40)
+    treatments = dict.fromkeys(("without", "with", "empty wrappers"), "affected")
+    pythons = {"affected": sys.executable}
+    if options.native:
+        treatments["native"] = "native"
+        pythons["native"] = options.native
+    runs: dict[tuple[str, int, str], list[Ratio]] = {}
+    for _ in range(2):
+        with Fleet(pythons).running() as fleet:
+            for _ in range(sets // 2):
+                for case in options.case or CASES:
+                    for requests in options.requests or SIZES:
+                        figures = measured(fleet, case, requests, treatments, rounds)
+                        for name in set(treatments) - {"without"}:
+                            scaled = [[each * 1e6 for each in figures[one]] for one in ("without", name)]
+                            runs.setdefault((case, requests, name), []).append(compare(*scaled))
+    report = Report("vllm_overhead")
+    for name in [name for name in ("with", "empty wrappers", "native") if name in treatments]:
+        for case in options.case or CASES:
+            for requests in options.requests or SIZES:
+                found = pooled(runs[case, requests, name])
+                nanoseconds = (found.with_ - found.without) / requests * 1000
+                note = f"{nanoseconds:+.0f} ns per request"
+                label = {"with": "with kvmend", "native": "vLLM that is natively fixed"}.get(name, name)
+                report.rows.append(
+                    row(
+                        f"{case}, {requests} requests: {label}",
+                        "us per step",
+                        found,
+                        TARGET if name == "with" else None,
+                        note,
+                    )
+                )
+    return finish(report, options.out)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
