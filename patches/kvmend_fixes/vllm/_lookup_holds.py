@@ -69,16 +69,21 @@ def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[...,
     counters = context.counters
     # Not counted lookup by lookup: whatever was held and not settled was dropped.
     counters.derive("dropped", lambda: counters.held - counters.settled)
-    holding = _holding_in_place if IN_PLACE in context.features else _holding
+    recording = _recording if IN_PLACE in context.features else _as_it_is
     if len(_by_position(original)) == 2:
-        return functools.wraps(original)(holding(original, counters))
+        return functools.wraps(original)(_holding(recording(original), counters))
 
     @functools.wraps(original)
     def get_computed_blocks(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         # Somebody else's wrapper is beneath, which may take more than the original does.
-        return holding(lambda manager, request: original(manager, request, *args, **kwargs), counters)(manager, request)
+        look = recording(lambda manager, request: original(manager, request, *args, **kwargs))
+        return _holding(look, counters)(manager, request)
 
     return get_computed_blocks
+
+
+def _as_it_is(look: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return look
 
 
 def _holding(look: Callable[[Any, Any], Any], counters: Counters) -> Callable[[Any, Any], Any]:
@@ -112,27 +117,17 @@ def _holding(look: Callable[[Any, Any], Any], counters: Counters) -> Callable[[A
     return get_computed_blocks
 
 
-def _holding_in_place(look: Callable[[Any, Any], Any], counters: Counters) -> Callable[[Any, Any], Any]:
+def _recording(look: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A lookup that increments the counters itself as one that leaves what it counted in the stand-in, as `record`."""
+
     def get_computed_blocks(manager: Any, request: Any) -> Any:
-        stats = manager.prefix_cache_stats
-        if stats is None:
+        pending = manager.prefix_cache_stats
+        if pending is None:
             return look(manager, request)
-        pending = getattr(manager, "_kvmend_pending", None) or _adopt(manager)
         pending.requests = pending.queries = pending.hits = 0
-        manager.prefix_cache_stats = pending
-        try:
-            result = look(manager, request)
-        finally:
-            manager.prefix_cache_stats = stats
-        found = (pending, pending.requests, pending.queries, pending.hits) if pending.requests else None
-        try:
-            request._kvmend_lookup = found
-            if found is not None:
-                counters.held += 1
-                if request.num_computed_tokens:
-                    pending.watchful = pending.probed = True
-        except AttributeError:
-            return result
+        result = look(manager, request)
+        if pending.requests:
+            pending.found = (pending, pending.requests, pending.queries, pending.hits)
         return result
 
     return get_computed_blocks
