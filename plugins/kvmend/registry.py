@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvmend.fix import Fix
@@ -29,9 +31,9 @@ def discover() -> tuple[tuple[Fix, ...], tuple[BrokenFix, ...]]:
     """Every registered fix, in the order of their ids, and what could not be loaded."""
     fixes: dict[str, Fix] = {}
     broken = []
-    points = importlib.metadata.entry_points(group=GROUP)
     # One distribution seen twice on sys.path (an editable install beside a wheel) registers the same thing twice.
-    for point in sorted({(point.name, point.value): point for point in points}.values(), key=lambda each: each.name):
+    points = {(point.name, point.value): point for point in _registered()}
+    for point in sorted(points.values(), key=lambda each: each.name):
         owner = _owner(point)
         try:
             fix = point.load()
@@ -45,6 +47,33 @@ def discover() -> tuple[tuple[Fix, ...], tuple[BrokenFix, ...]]:
         else:
             fixes[fix.id] = fix
     return tuple(fix for _, fix in sorted(fixes.items())), tuple(broken)
+
+
+def _registered() -> Iterator[importlib.metadata.EntryPoint]:
+    """Entry points of the group, first on `sys.path` first.
+
+    As `importlib.metadata.entry_points` finds them, which parses what each of the hundreds of distributions beside a
+    serving framework registers, in every process; here only those are parsed that name the group.
+    """
+    seen = set()
+    for distribution in importlib.metadata.distributions():
+        try:
+            named = GROUP in (distribution.read_text("entry_points.txt") or "")
+        except UnicodeDecodeError:
+            continue
+        if named:
+            name = _name_of(distribution)
+            if name is None or name not in seen:
+                yield from distribution.entry_points.select(group=GROUP)
+            seen.add(name)
+
+
+def _name_of(distribution: importlib.metadata.Distribution) -> str | None:
+    """Its name, or None where it has no metadata that says so; each Python fails on that in its own way."""
+    try:
+        return re.sub(r"[-_.]+", "-", str(distribution.metadata["Name"])).lower()
+    except Exception:
+        return None
 
 
 def _owner(point: importlib.metadata.EntryPoint) -> str:
