@@ -191,8 +191,10 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """The row as it is written."""
         found, kind = self.found, "added" if isinstance(self.found, Added) else "ratio"
-        both = {"ratio": found.with_ / found.without, "added": found.with_ - found.without} if found else {}
+        both: dict[str, float | None] = {}
         if found:
+            both["added"] = found.with_ - found.without
+            both["ratio"] = found.with_ / found.without if found.without else None
             both[kind] = found.median
         return {
             "case": self.case,
@@ -262,7 +264,7 @@ def _cells(each: Row) -> tuple[str, ...]:
     found = each.found
     if found is None:
         return each.case, each.unit, "", "", "not measured", "", "", each.note
-    digits = "+.3g" if isinstance(found, Added) else ".4f"
+    digits = "+.3g" if isinstance(found, Added) else ".4f"  # a sign tells a difference from a ratio
     interval = f"{found.low:{digits}} – {found.high:{digits}}"
     target = "" if each.target is None else f"{'met' if each.ok else 'missed'}: ≤ {each.target:g}"
     figures = (f"{found.without:.4g}", f"{found.with_:.4g}", f"{found.median:{digits}}", interval)
