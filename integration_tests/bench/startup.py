@@ -97,13 +97,13 @@ def entry_point(rounds: int) -> list[Row]:
 def other_process(rounds: int) -> Row:
     """The row of a process that imports no framework, with the opt-in startup hook."""
     case = "startup hook in a process that imports no framework"
-    if run("import kvmend.hook").returncode:
-        return row(case, "ms", None, 2, "this kvmend has no startup hook")
+    code = "from kvmend import startup; startup.watch('vllm', 'fastdeploy')"
+    milliseconds(code)
     bare, hooked = [], []
     for _ in range(rounds):
         bare.append(milliseconds("pass"))
-        hooked.append(milliseconds("import kvmend.hook"))
-    return row(case, "ms", added(bare, hooked), 2, "the import that the hook makes")
+        hooked.append(milliseconds(code))
+    return row(case, "ms", added(bare, hooked), 2, "what the .pth file of `kvmend hook enable` runs")
 
 
 def check(rounds: int) -> Row:
