@@ -7,6 +7,7 @@ device calls. Sizes are those that the code asks for with the proof's small mode
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 _TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_TESTS)]
+
+from bench.measuring import machine  # noqa: E402
+
 _MEASURE = _TESTS / "fastdeploy_xpu" / "xpumeasure.py"
 
 
@@ -39,25 +44,54 @@ def measured(tree: Path) -> dict[str, Any]:
         return result
 
 
-def main(trees: list[str]) -> None:
-    """Prints the table: a row per configuration, a column per tree, creators and MiB before → after."""
-    tables = {Path(tree).name: measured(Path(tree)) for tree in trees}
-    names = [row["name"] for row in next(iter(tables.values()))["plain"]["table"]]
-    print("| configuration | " + " | ".join(tables) + " |")
-    print("| --- |" + " --- |" * len(tables))
-    totals = dict.fromkeys(tables, (0, 0))
-    for number, name in enumerate(names):
+def summed(tree: Path) -> dict[str, Any]:
+    """Creators and MiB, before and after, of each configuration of one tree."""
+    found = measured(tree)
+    pairs = zip(found["plain"]["table"], found["mended"]["table"], strict=True)
+    return {
+        "tree": tree.name,
+        "configurations": [
+            {
+                "name": before["name"],
+                "creators": [max(before["counts"]), max(after["counts"])],
+                "mib": [before["bytes"] >> 20, after["bytes"] >> 20],
+            }
+            for before, after in pairs
+        ],
+    }
+
+
+def table(trees: list[dict[str, Any]]) -> list[str]:
+    """A row per configuration, a column per tree, creators and MiB before → after."""
+    lines = ["| configuration | " + " | ".join(each["tree"] for each in trees) + " |"]
+    lines.append("| --- |" + " --- |" * len(trees))
+    for rows in zip(*(each["configurations"] for each in trees), strict=True):
         cells = []
-        for tree, each in tables.items():
-            before, after = each["plain"]["table"][number], each["mended"]["table"][number]
-            counts = (max(before["counts"]), max(after["counts"]))
-            sizes = (before["bytes"] >> 20, after["bytes"] >> 20)
-            totals[tree] = (totals[tree][0] + sizes[0], totals[tree][1] + sizes[1])
-            changed = counts[0] != counts[1]
-            cells.append(f"**{counts[0]} → {counts[1]}** ({sizes[0]} → {sizes[1]} MiB)" if changed else f"{counts[1]}")
-        print(f"| {name} | " + " | ".join(cells) + " |")
-    print("| MiB in all | " + " | ".join(f"{before} → {after}" for before, after in totals.values()) + " |")
+        for row in rows:
+            (before, after), (many, few) = row["creators"], row["mib"]
+            cells.append(f"{after}" if before == after else f"**{before} → {after}** ({many} → {few} MiB)")
+        lines.append(f"| {rows[0]['name']} | " + " | ".join(cells) + " |")
+    totals = [[sum(row["mib"][which] for row in each["configurations"]) for which in (0, 1)] for each in trees]
+    lines.append("| MiB in all | " + " | ".join(f"{before} → {after}" for before, after in totals) + " |")
+    return lines
+
+
+def main() -> None:
+    """Measures, prints the table, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trees", type=Path, nargs="+")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="write the figures there, as JSON")
+    options = parser.parse_args()
+    trees = []
+    for tree in options.trees:
+        print(f"measuring {tree.name}", file=sys.stderr, flush=True)
+        trees.append(summed(tree))
+    print(*table(trees), sep="\n")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        content = {"bench": "xpu_table", "machine": machine(), "trees": trees}
+        (options.out / "xpu_table.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

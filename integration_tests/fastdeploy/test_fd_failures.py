@@ -10,6 +10,8 @@ from unittest.mock import MagicMock
 import pytest
 from pnode import Options, PNode
 
+from kvmend_fixes.fastdeploy._frontier import is_open
+
 PROMPT = list(range(100, 132))
 Make = Callable[..., PNode]
 
@@ -220,13 +222,13 @@ def test_a_cache_manager_that_answers_to_every_name_is_none_of_ours(applied: Any
     assert made.manager._prepare_prefill_task(request, 8) is request
 
 
-def test_bookkeeping_is_one_flag_per_node(applied: Any, node: Make) -> None:
+def test_bookkeeping_is_one_mark_per_node(applied: Any, node: Make) -> None:
     """Catches tables that grow with requests: after any number of them the marks are those of the tree's nodes."""
     made = node()
     for number in range(200):
         made.preallocate(f"r{number}", list(range(1000 * number, 1000 * number + 32)))
         made.refuse(f"r{number}")
-    open_nodes = [each for each in made.cache.node_map.values() if hasattr(each, "kvmend_open")]
+    open_nodes = [each for each in made.cache.node_map.values() if is_open(each)]
     assert 0 < len(open_nodes) <= Options().blocks
     (state,) = (getattr(made.cache, name) for name in ours(made))
     assert all(len(value) <= 3 for value in (state.debts, state.matched))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmend_fixes.fastdeploy import _frontier, _reports
-from kvmend_fixes.fastdeploy._frontier import OPEN, cover, covered_end, first_open, path_up, publish
+from kvmend_fixes.fastdeploy._frontier import cover, covered_end, first_open, is_open, path_up, publish
 
 
 @dataclass(eq=False)
@@ -42,19 +42,19 @@ def test_a_path_that_nobody_published_early_has_no_open_block() -> None:
 
 def test_an_empty_path_has_nothing_to_open_cover_or_read() -> None:
     root = path(0)[0]
-    assert (publish(root, 0, 0), cover(root, 0, 9), first_open(root, TABLE)) == (0, 0, 0)
+    assert (publish(root, root, 0), cover(root, 0, 9), first_open(root, TABLE)) == (0, 0, 0)
     assert covered_end(root) is root
 
 
 def test_published_nodes_are_open_behind_what_was_there_and_what_is_computed() -> None:
     nodes = path(6)
-    assert publish(nodes[6], 2, 3) == 3
-    assert [hasattr(node, OPEN) for node in nodes[1:]] == [False, False, False, True, True, True]
+    assert publish(nodes[6], nodes[2], 3) == 3
+    assert [is_open(node) for node in nodes[1:]] == [False, False, False, True, True, True]
 
 
 def test_a_chunk_covers_whole_blocks_only() -> None:
     nodes = path(4)
-    publish(nodes[4], 0, 0)
+    publish(nodes[4], nodes[0], 0)
     # Tokens 2 to 11 of blocks of 4: the chunk touches block 0 and ends within block 2.
     assert cover(nodes[4], 2 // 4, 11 // 4) == 2
     assert first_open(nodes[4], TABLE) == 2
@@ -62,7 +62,7 @@ def test_a_chunk_covers_whole_blocks_only() -> None:
 
 def test_covering_twice_counts_once() -> None:
     nodes = path(3)
-    publish(nodes[3], 0, 0)
+    publish(nodes[3], nodes[0], 0)
     assert (cover(nodes[3], 0, 3), cover(nodes[3], 0, 3)) == (3, 0)
 
 
@@ -77,39 +77,74 @@ def test_a_block_table_shorter_than_the_path_ends_what_can_be_read() -> None:
 
 def test_the_mark_goes_with_the_node_when_its_block_changes() -> None:
     nodes = path(2)
-    publish(nodes[2], 0, 0)
+    publish(nodes[2], nodes[0], 0)
     nodes[1].block_id, nodes[2].block_id = 40, 41
     assert first_open(nodes[2], [40, 41]) == 0
 
 
 def test_a_node_made_anew_for_the_same_block_is_not_open() -> None:
     old = path(1)
-    publish(old[1], 0, 0)
+    publish(old[1], old[0], 0)
     assert first_open(path(1)[1], TABLE) == 1
 
 
 def test_what_may_be_stored_ends_before_the_first_open_node() -> None:
     nodes = path(4)
-    publish(nodes[4], 2, 0)
+    publish(nodes[4], nodes[2], 0)
     cover(nodes[4], 3, 4)
     assert covered_end(nodes[4]) is nodes[2]
 
 
 def test_nothing_may_be_stored_of_a_path_that_is_open_from_the_start() -> None:
     nodes = path(2)
-    publish(nodes[2], 0, 0)
+    publish(nodes[2], nodes[0], 0)
     assert covered_end(nodes[2]) is nodes[0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=12), st.integers(1, 20))
-def test_the_first_open_block_is_the_first_that_no_chunk_covered(chunks: list[tuple[int, int]], length: int) -> None:
+def test_the_first_open_block_is_where_chunks_from_the_front_have_come_to(
+    chunks: list[tuple[int, int]], length: int
+) -> None:
     nodes = path(length)
-    publish(nodes[length], 0, 0)
-    covered: set[int] = set()
+    publish(nodes[length], nodes[0], 0)
+    computed = 0
     for start, end in chunks:
         cover(nodes[length], start, end)
-        covered |= set(range(start, end))
-    assert first_open(nodes[length], TABLE) == min({*range(length)} - covered, default=length)
+        computed = max(computed, min(end, length)) if start <= computed else computed
+    assert first_open(nodes[length], TABLE) == computed
+
+
+#: A request: the leaf it hangs its nodes below, how many, how many of its blocks were fetched, and its chunks.
+_REQUESTS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 5), st.integers(0, 6), st.lists(st.integers(0, 6), max_size=3)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(_REQUESTS)
+def test_in_a_tree_of_many_requests_every_node_is_open_until_somebody_computes_it(requests: Any) -> None:
+    """Catches a publication that says anything of nodes that are not its own, or of a branch of its own."""
+    nodes, computed = [Node(None)], set()
+    for which, length, fetched, chunks in requests:
+        above = leaf = nodes[which % len(nodes)]
+        for _ in range(length):
+            leaf = Node(leaf, len(nodes))
+            nodes.append(leaf)
+        line = [*path_up(leaf)][::-1]
+        table = [node.block_id for node in line]
+        if length:
+            publish(leaf, above, fetched)
+        computed.update(id(node) for node in line[above.depth : fetched])
+        start = first_open(leaf, table)
+        for chunk in chunks:
+            cover(leaf, start, start + chunk)
+            computed.update(id(node) for node in line[start : start + chunk])
+            start += chunk
+        right = next((index for index, node in enumerate(line) if id(node) not in computed), len(line))
+        assert first_open(leaf, table) == right
+        assert covered_end(leaf).depth == right
+        assert [is_open(node) for node in nodes[1:]] == [id(node) not in computed for node in nodes[1:]]
 
 
 def test_marks_are_on_nodes_and_nowhere_else() -> None:

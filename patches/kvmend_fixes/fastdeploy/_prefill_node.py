@@ -203,7 +203,7 @@ def wrap_update_cache_blocks(original: _Method, context: Context) -> _Method:
             state.publications += 1
             if safe:
                 done = max(task.num_computed_tokens // block_size, matched)
-                counters.published += publish(leaf, last_node.depth, done)
+                counters.published += publish(leaf, last_node, done)
         return result
 
     return update_cache_blocks
@@ -238,7 +238,7 @@ def wrap_cache_output_blocks(original: _Method, context: Context) -> _Method:
             # A prefill node samples one token and never computes it; a block that ends with it stays open.
             state.publications += 1
             leaf = self.req_leaf_map[task.request_id]
-            publish(leaf, known[0].depth, max(task.num_computed_tokens // block_size, matched))
+            publish(leaf, known[0], max(task.num_computed_tokens // block_size, matched))
         return result
 
     return cache_output_blocks

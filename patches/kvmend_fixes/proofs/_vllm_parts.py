@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 _CONNECTOR = "ScriptedConnector"
-_MAX_MODEL_LEN = 8192
 
 
 def known_arguments(callable_: Any, **offered: Any) -> dict[str, Any]:
@@ -42,7 +41,9 @@ class TextModel:
             raise AttributeError(name)
 
 
-def vllm_config(block_size: int, max_num_seqs: int, max_num_batched_tokens: int, connector: bool) -> Any:
+def vllm_config(
+    block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, connector: bool
+) -> Any:
     """A `VllmConfig` for a text-only decoder without a device."""
     from vllm import config
 
@@ -51,7 +52,7 @@ def vllm_config(block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
         config.SchedulerConfig,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=_MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         is_encoder_decoder=False,
         enable_chunked_prefill=True,
     )
@@ -63,7 +64,7 @@ def vllm_config(block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
             kv_transfer_config=_transfer_config() if connector else None,
         )
     # After the fact as well: checks are for real models, and CPU builds have a block size of their own mind.
-    made.model_config = TextModel(_MAX_MODEL_LEN)
+    made.model_config = TextModel(max_model_len)
     made.cache_config.block_size = block_size
     return made
 

@@ -57,6 +57,7 @@ def build_scheduler(
     connector: bool = False,
     hybrid: bool = False,
     chunked_prefill: bool = True,
+    max_model_len: int = 8192,
     scheduler_class: Any = None,
 ) -> Any:
     """Builds a scheduler of the installed release.
@@ -71,12 +72,13 @@ def build_scheduler(
         connector: Whether there is a KV connector; it is `scheduler.connector`, with the answers in its `script`.
         hybrid: Whether the KV cache has a Mamba group beside the full-attention group.
         chunked_prefill: Whether a prompt may be computed in several steps.
+        max_model_len: Tokens that a request may have, prompt and output.
         scheduler_class: Scheduler class; by default vLLM's `Scheduler`.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     scheduler_class = scheduler_class or Scheduler
-    config = parts.vllm_config(block_size, max_num_seqs, max_num_batched_tokens, connector)
+    config = parts.vllm_config(block_size, max_num_seqs, max_num_batched_tokens, max_model_len, connector)
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.enable_prefix_caching = enable_caching
     # Set after the fact: the configuration's own checks want a model and the platform's consent for each of these.
