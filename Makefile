@@ -4,7 +4,7 @@ TOOLS := $(CACHE)/tools
 NOX := $(TOOLS)/bin/nox --envdir $(CACHE)/nox
 export KVMEND_CACHE := $(CACHE)
 
-.PHONY: test demo lint unit vllm engine upstream fastdeploy fingerprints readme clean help
+.PHONY: test demo bench lint unit vllm engine upstream fastdeploy fingerprints readme clean help
 
 help:  ## what there is
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,9 @@ engine: $(TOOLS)/.ready  ## the real engine, offline and over HTTP
 
 fastdeploy: $(TOOLS)/.ready  ## FastDeploy tests, on the double and on every tree at hand
 	$(NOX) -s fastdeploy
+
+bench: $(TOOLS)/.ready  ## what kvmend costs and what it is worth, into docs/benchmarks.md; ARGS="--quick --trace FILE"
+	$(NOX) -s bench -- $(ARGS)
 
 upstream: $(TOOLS)/.ready  ## upstream's own tests, with kvmend and without
 	$(NOX) -s upstream

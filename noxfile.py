@@ -25,6 +25,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TEST = ["pytest>=8", "hypothesis>=6.100", "jsonschema>=4.20", "prometheus-client>=0.18"]
 OLDEST, NEWEST = "3.10", "3.13"
+#: A natively fixed release, to compare with, and the last affected one.
+BENCH_VLLM = ["0.27.1", "0.26.0"]
 
 
 def use_pyenv() -> None:
@@ -123,6 +125,50 @@ def demo(session: nox.Session) -> None:
 def fastdeploy(session: nox.Session) -> None:
     session.install("-e", ".", *TEST)
     session.run("pytest", "integration_tests/fastdeploy", "integration_tests/fastdeploy_xpu", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Every benchmark that can run here, into docs/benchmarks.md: `-- [--quick] [--trace FILE]`."""
+    for release in BENCH_VLLM:
+        session.notify(f"bench_vllm(release='{release}')")
+    session.notify("bench_fastdeploy")
+    session.notify("bench_page")
+
+
+@nox.session
+@nox.parametrize("release", BENCH_VLLM)
+def bench_vllm(session: nox.Session, release: str) -> None:
+    environment = install_vllm(session, release) | {"PYTHONPATH": "integration_tests"}
+    options = ["--out", str(results_of(session)), *session.posargs]
+    switches = ("1",) if release == BENCH_VLLM[0] else ("0", "1")
+    for switch in switches:
+        variables = environment | {"KVMEND_VLLM_PREFIX_STATS": switch}
+        session.run("python", "-m", "bench.vllm_hit_rate", *options, env=variables)
+
+
+@nox.session
+def bench_fastdeploy(session: nox.Session) -> None:
+    session.install("-e", ".")
+    environment = {"PYTHONPATH": "integration_tests"}
+    options = ["--out", str(results_of(session)), *session.posargs]
+    # A missed target is said on the page; it is no reason not to write it.
+    session.run("python", "-m", "bench.fastdeploy_all", *options, env=environment, success_codes=[0, 1])
+
+
+@nox.session
+def bench_page(session: nox.Session) -> None:
+    """docs/benchmarks.md and its plots from docs/results; after `--quick` in a temporary folder."""
+    session.install("-e", ".", *PINS["plots"]["requirements"])
+    results = results_of(session)
+    docs = results.parent
+    command = ["--results", str(results), "--page", str(docs / "benchmarks.md"), "--images", str(docs / "images")]
+    session.run("python", "-m", "bench.document", *command, env={"PYTHONPATH": "integration_tests"})
+
+
+def results_of(session: nox.Session) -> Path:
+    """Where benchmarks write: docs/results, or a temporary folder for a quick run."""
+    return (Path(session.cache_dir) / "quick" if "--quick" in session.posargs else HERE / "docs") / "results"
 
 
 @nox.session

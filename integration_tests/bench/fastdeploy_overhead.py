@@ -134,13 +134,14 @@ class Load:
         return figures | {"found": self.found, "steps": self.steps}
 
 
-def memory(tree: Any) -> float:
-    """Bytes per KV block that preallocating 200 requests takes."""
+def memory(tree: Any, number: int) -> float:
+    """Bytes per KV block that preallocating some requests takes."""
     from pnode import Options, PNode
 
     traffic, count = Traffic(0), 0
-    node = PNode(tree, Options(block_size=BLOCK, blocks=200 * LONGEST // BLOCK, slots=204, budget=BUDGET, reserve=1))
-    requests = [tree.request(str(number), traffic.prompt(), {}) for number in range(200)]
+    blocks = number * LONGEST // BLOCK
+    node = PNode(tree, Options(block_size=BLOCK, blocks=blocks, slots=number, budget=BUDGET, reserve=1))
+    requests = [tree.request(str(each), traffic.prompt(), {}) for each in range(number)]
     tracemalloc.start()
     for request in requests:
         assert node.manager.preallocate_resource_in_p(request)
@@ -154,8 +155,8 @@ def memory(tree: Any) -> float:
 def work(path: Path, modes: list[str]) -> None:
     """A server for one tree: forks a worker per mode, so that the tree is imported once, and passes lines on.
 
-    A line on standard input is a mode and what its worker is to do: "live N", "block REQUESTS" or "memory". Each is
-    answered with a line.
+    A line on standard input is a mode and what its worker is to do: "live N", "block N" or "memory N", N being a number
+    of requests. Each is answered with a line.
     """
     import fdtree
 
@@ -173,20 +174,26 @@ def work(path: Path, modes: list[str]) -> None:
 
 
 def _fork(tree: Any, mode: str) -> Any:
-    """A forked worker, as this end of a pipe to it."""
-    ours, theirs = multiprocessing.Pipe()
-    if os.fork():
-        theirs.close()
-        return ours
-    ours.close()
+    """A forked worker, which ends with this process, as this end of a pipe to it."""
+    forking = multiprocessing.get_context("fork")
+    ours, theirs = forking.Pipe()
+    forking.Process(target=_serve, args=(tree, mode, theirs), daemon=True).start()
+    return ours
+
+
+def _serve(tree: Any, mode: str, questions: Any) -> None:
     load: Any = None
-    with tree.fixed(mode) if mode != "off" else contextlib.nullcontext(), contextlib.suppress(EOFError):
+    with tree.fixed(mode) if mode != "off" else contextlib.nullcontext():
         while True:
-            what, *numbers = theirs.recv().split()
+            what, number = questions.recv().split()
+            answer: Any = None
             if what == "live":
-                load = Load(tree, int(numbers[0]))
-            theirs.send(load.block(int(numbers[0])) if what == "block" else memory(tree) if what == "memory" else None)
-    os._exit(0)
+                load = Load(tree, int(number))
+            elif what == "block":
+                answer = load.block(int(number))
+            elif what == "memory":
+                answer = memory(tree, int(number))
+            questions.send(answer)
 
 
 class Server:
@@ -255,7 +262,7 @@ def run(python: str, trees: dict[str, Path], lives: tuple[int, ...], rounds: int
                         found.setdefault((live, key, part), []).append(answer[part])
             print(f"  {live} live requests measured", file=sys.stderr, flush=True)
         for key in keys:
-            found["memory", key] = ask(key, "memory")
+            found["memory", key] = ask(key, f"memory {5 * requests}")
     finally:
         for server in servers.values():
             server.close()
@@ -275,7 +282,8 @@ def rows(runs: list[dict[Any, Any]], trees: dict[str, Path], lives: tuple[int, .
                 moved = one == ("2.5", "off") and part != "whole request"
                 target = None if moved else TARGET
                 case = f"{title}, {live} live: {part}"
-                rows.append(row(case, "us per request", pooled(ratios), target, note if moved else ""))
+                found = pooled(ratios) if len(ratios) > 1 else ratios[0]
+                rows.append(row(case, "us per request", found, target, note if moved else ""))
         if one == ("2.5", "off"):
             continue  # it has no blocks in the tree yet that could be compared
         bytes_ = compare([run["memory", one] for run in runs], [run["memory", other] for run in runs])
@@ -288,6 +296,7 @@ def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--trees", type=Path, nargs="*", help="folders of trees; default as for the tests")
     parser.add_argument("--python", default=os.environ.get("KVMEND_FASTDEPLOY_PYTHON", sys.executable))
+    parser.add_argument("--live", type=int, nargs="*", default=LIVE, help="numbers of live requests")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--requests", type=int, default=8, help="requests in a block of work")
@@ -300,11 +309,12 @@ def main() -> int:
 
     known = {name for pair in PAIRS for name, _ in pair[:2]}
     trees = {path.name: path for path in options.trees or fdtree.real_trees() if path.name in known}
-    lives = (10,) if options.quick else LIVE
+    lives = (10,) if options.quick else tuple(options.live)
+    rounds, requests = (2, 2) if options.quick else (options.rounds, options.requests)
     runs = []
     for number in range(1 if options.quick else options.runs):
         print(f"run {number + 1}", file=sys.stderr, flush=True)
-        runs.append(run(options.python, trees, lives, 2 if options.quick else options.rounds, options.requests))
+        runs.append(run(options.python, trees, lives, rounds, requests))
     return finish(Report("fastdeploy_overhead", rows(runs, trees, lives)), options.out)
 
 

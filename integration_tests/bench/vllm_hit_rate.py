@@ -36,7 +36,7 @@ from bench.measuring import machine  # noqa: E402
 
 #: Situation to KV blocks of 16 tokens and the connector's mean delay in seconds.
 SITUATIONS: dict[str, tuple[int, float | None]] = {
-    "KV pressure": (24_000, None),
+    "KV pressure": (40_000, None),
     "a deferring connector": (200_000, 0.2),
 }
 WINDOW = 60.0

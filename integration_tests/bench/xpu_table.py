@@ -21,6 +21,7 @@ sys.path[:0] = [str(_TESTS)]
 
 from bench.measuring import machine  # noqa: E402
 
+PYTHON = os.environ.get("KVMEND_FASTDEPLOY_PYTHON", sys.executable)
 _MEASURE = _TESTS / "fastdeploy_xpu" / "xpumeasure.py"
 
 
@@ -36,7 +37,7 @@ def measured(tree: Path) -> dict[str, Any]:
             "FD_PLUGINS": "none",
             "KVMEND_TEST_PROBE_ONLY": "0",
         }
-        command = [sys.executable, str(_MEASURE), str(answer)]
+        command = [PYTHON, str(_MEASURE), str(answer)]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SystemExit(f"{tree}: {done.stderr.strip().splitlines()[-1]}")

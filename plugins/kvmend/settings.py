@@ -14,7 +14,9 @@ STRICT = "KVMEND_STRICT"
 STATE_DIR = "KVMEND_STATE_DIR"
 _ON_OFF = ("1", "0")
 #: Variables that only the project's own tests and makefile read.
-ASIDE = frozenset({"KVMEND_CACHE", "KVMEND_FASTDEPLOY_PYTHON", "KVMEND_FASTDEPLOY_TREE", "KVMEND_FASTDEPLOY_TREES"})
+ASIDE = frozenset(
+    {"KVMEND_CACHE", "KVMEND_FASTDEPLOY_PYTHON", "KVMEND_FASTDEPLOY_TREE", "KVMEND_FASTDEPLOY_TREES", "KVMEND_TRACE"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,212 @@
+"""The benchmarks' own parts: traces, the page, the plots, and a quick run on the FastDeploy double."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import document, plots, traces
+from support.interpreter import ROOT
+
+BENCH = ROOT / "integration_tests" / "bench"
+
+#: `traces.statistics_of` the first 3,000 requests of Mooncake's conversation trace.
+RECORDED = {
+    "share of blocks that are hits": 0.314,
+    "share of requests that hit more than the first block": 0.322,
+    "hit blocks per request, 90th percentile": 23,
+    "requests since a block was used last, median": 325,
+    "requests since a block was used last, 90th percentile": 1075,
+    "prompt tokens, median": 7985,
+    "prompt tokens, 90th percentile": 29304,
+    "prompt tokens, 99th percentile": 94764,
+    "prompt tokens, mean": 13517,
+    "different blocks per request": 18.4,
+}
+
+
+def test_a_generated_trace_reuses_blocks_as_the_recorded_one_does() -> None:
+    found = traces.statistics_of(traces.generate())
+    assert {name: found[name] for name in RECORDED} == pytest.approx(RECORDED, rel=0.2)
+
+
+def test_a_generated_trace_is_the_same_for_the_same_seed_only() -> None:
+    assert traces.generate(50) == traces.generate(50) == traces.generate(60)[:50]
+    assert traces.generate(50, seed=1) != traces.generate(50)
+
+
+def test_equal_ids_of_a_trace_mean_equal_tokens_before_them() -> None:
+    """Catches a generator whose ids would make a prompt hit what it does not share."""
+    before: dict[int, tuple[int, ...]] = {}
+    for record in traces.generate(300):
+        ids = tuple(record["hash_ids"])
+        assert (len(ids) - 1) * traces.UNIT < record["input_length"] <= len(ids) * traces.UNIT
+        assert len(traces.tokens_of(record)) == record["input_length"]
+        for place, block in enumerate(ids):
+            assert before.setdefault(block, ids[:place]) == ids[:place]
+
+
+def test_without_a_trace_one_line_says_that_a_generated_one_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records, name = traces.load(tmp_path / "absent.jsonl", 20)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "absent.jsonl: using a generated trace" in line
+    assert (len(records), name) == (20, "generated trace")
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"timestamp": 1}\n')
+    with pytest.raises(SystemExit, match=r"x\.jsonl is no trace: a line lacks one of timestamp"):
+        traces.load(file, 20)
+
+
+MACHINE = {
+    "processor": "P", "cores": 2, "system": "Linux", "python": "CPython 3.11", "load": 0.1, "date": "2026-12-01",
+}  # fmt: skip
+ROW = {
+    "case": "10 live: schedule", "unit": "us", "without": 1000.4, "with": 1010.0, "kind": "ratio", "ratio": 1.0104,
+    "added": 9.6, "low": 1.001, "high": 1.019, "target": 1.02, "ok": True, "note": "",
+}  # fmt: skip
+WINDOW = {"from": 0.0, "reported_requests": 4, "reported_queries": 400, "reported_hits": 40}
+TRUE = {"true_requests": 2, "true_queries": 200, "true_hits": 60}
+
+
+def hits(who: str, window: dict[str, float]) -> dict[str, Any]:
+    return {
+        "bench": "vllm_hit_rate",
+        "who": who,
+        "trace": "t",
+        "machine": MACHINE,
+        "situations": [{"situation": "KV pressure", "windows": [window]}],
+    }
+
+
+RESULTS: list[dict[str, Any]] = [
+    {
+        "bench": "fastdeploy_overhead",
+        "machine": MACHINE,
+        "rows": [
+            ROW,
+            {**ROW, "case": "400 live: schedule", "ratio": 1.034, "ok": False},
+            {**ROW, "case": "start", "kind": "added", "added": 12.0, "low": 11.0, "high": 13.0, "target": 30.0},
+            {**ROW, "case": "told", "target": None, "ok": None},
+            {**ROW, "case": "not run", "without": None, "with": None, "ratio": None, "ok": None, "note": "no tree"},
+        ],
+    },
+    hits("vLLM 0.26.0, as released", WINDOW | TRUE),
+    hits("vLLM 0.26.0, with kvmend", WINDOW | {name.replace("reported", "true"): WINDOW[name] for name in WINDOW}),
+    {
+        "bench": "fastdeploy_replay",
+        "trace": "t",
+        "machine": {**MACHINE, "date": "2026-11-01"},
+        "runs": [
+            {
+                "tree": "2.6", "mode": "off", "hit": 0.25, "saving": 0.25, "most": 0.3, "poisoned": 1200,
+                "reads": 9000, "windows": [{"from": 0.0, "prompt": 10, "hit": 5, "poisoned": 1200}],
+            }
+        ],
+    },
+    {
+        "bench": "xpu_table",
+        "machine": MACHINE,
+        "trees": [{"tree": "2.5", "configurations": [{"name": "mixed", "creators": [2, 1], "mib": [100, 50]}]}],
+    },
+]  # fmt: skip
+
+
+def page() -> list[str]:
+    return document.page(RESULTS, {}, Path("docs")).splitlines()
+
+
+def line(text: str, start: str) -> str:
+    (found,) = [each for each in page() if each.startswith(start) and text in each]
+    return found
+
+
+def test_a_row_of_the_page_says_target_ratio_and_verdict() -> None:
+    assert line("10 live", "|").endswith("| 1,000 | 1,010 | 1.010 | 1.001 – 1.019 | ≤ 1.02 | ok |")
+    assert line("400 live", "|").endswith("| 1.034 | 1.001 – 1.019 | ≤ 1.02 | **missed** |")
+    assert line("start", "|").endswith("| +12 | +11 – +13 | ≤ 30 | ok |")
+    assert line("not run", "|").endswith("| not measured | | | no tree |")
+
+
+def test_the_page_counts_the_targets_and_names_those_that_were_missed() -> None:
+    assert "Of 3 rows with a target, 2 meet it." in page()
+    assert "- Missed: 400 live: schedule: 1.034, target 1.02." in page()
+
+
+def test_what_an_earlier_run_left_is_called_so() -> None:
+    kept = [each for each in page() if each.startswith("Measured on")]
+    assert [each for each in kept if "kept from an earlier run" in each] == [line("2026-11-01", "Measured on")]
+
+
+def test_the_page_says_whether_a_reported_hit_rate_is_exact() -> None:
+    assert line("as released", "| KV").endswith("| 2.00 | 0.100 | 0.300 | **wrong** |")
+    assert line("with kvmend", "| KV").endswith("| 1.00 | 0.100 | 0.100 | exact |")
+
+
+def test_what_is_saved_by_poison_is_called_partly_false() -> None:
+    assert line("| 2.6 |", "|") == "| 2.6 | as released | 0.250 | 0.250, partly false | 0.300 | 1,200 of 9,000 |"
+
+
+def test_every_benchmark_of_the_page_tells_what_it_does() -> None:
+    text = "\n".join(page())
+    for bench in ("fastdeploy_overhead", "vllm_hit_rate", "fastdeploy_replay", "xpu_table"):
+        assert "\n".join(document.told(bench)[:2]).strip() in text
+
+
+def test_the_page_in_the_repository_is_the_one_that_its_results_make() -> None:
+    """Catches a page that was touched by hand, or results that were replaced without it."""
+    docs = ROOT / "docs"
+    results = document.read(docs / "results")
+    images = {path.stem: path for path in (docs / "images").glob("*.svg")}
+    assert document.page(results, images, docs) == (docs / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def test_the_same_results_give_the_same_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = [document.draw(copy.deepcopy(RESULTS), tmp_path / name) for name in ("one", "two")]
+    assert set(drawn[0]) == {"fastdeploy_overhead", "vllm_hit_rate", "fastdeploy_replay", "xpu_table"}
+    for bench, path in drawn[0].items():
+        assert path.read_bytes() == drawn[1][bench].read_bytes(), bench
+        assert "<dc:date>" not in path.read_text(encoding="utf-8")
+    assert plots.INK in drawn[0]["vllm_hit_rate"].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("bench", ["fastdeploy_overhead", "fastdeploy_replay"])
+def test_a_quick_run_on_the_double_writes_what_the_page_needs(bench: str, tmp_path: Path) -> None:
+    double = BENCH.parent / "support" / "fastdeploy_double"
+    trees = [tmp_path / "2.5", tmp_path / "7364"]
+    for tree in trees:
+        tree.symlink_to(double)
+    command = [
+        sys.executable,
+        str(BENCH / f"{bench}.py"),
+        "--trees",
+        *map(str, trees),
+        "--quick",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr  # 1: a target was missed, which says nothing of a double
+    result = json.loads((tmp_path / f"{bench}.json").read_text(encoding="utf-8"))
+    assert result["machine"]["date"] in document.page([result], {}, tmp_path)
+    assert result["rows" if bench == "fastdeploy_overhead" else "runs"]
+
+
+def test_without_trees_one_line_says_what_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMEND_FASTDEPLOY_TREES", "")
+    command = [sys.executable, str(BENCH / "fastdeploy_all.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (told,) = done.stdout.splitlines()
+    assert told.startswith("FastDeploy benchmarks are skipped: no source tree")
+    assert not list(tmp_path.iterdir())
