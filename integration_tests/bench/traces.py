@@ -40,7 +40,7 @@ _BATCH_MS, _BATCH = 3000, 9.1
 
 def add_options(parser: ArgumentParser) -> None:
     """`--trace` and `--requests`."""
-    parser.add_argument("--trace", type=Path, default=os.environ.get("KVMEND_TRACE"), help="or KVMEND_TRACE")
+    parser.add_argument("--trace", type=Path, default=os.environ.get("KVMEND_TRACE") or None, help="or KVMEND_TRACE")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="the first so many of the trace")
 
 

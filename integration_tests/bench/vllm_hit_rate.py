@@ -146,6 +146,7 @@ def main() -> int:
     options = parser.parse_args()
 
     import vllm
+    import vllm.v1.core.sched.scheduler  # what is there already is mended at once, and the outcome is final
 
     from kvmend.loading import apply_all
 
