@@ -148,7 +148,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     missed = [row for row in judged if not row["ok"]]
     if not judged:
         return []
-    lines = [f"Of {len(judged)} rows with a target, {len(judged) - len(missed)} meet it."]
+    spanned = sum(map(_undecided, judged))
+    lines = [f"Of {len(judged)} rows with a target, {len(judged) - len(missed)} meet it by their median."]
+    if spanned:
+        lines[0] += f" In {spanned} the target lies within the interval: this run does not decide about them."
     lines += [f"- Missed: {row['case']}: {_figure(row, 'median')}, target {row['target']:g}." for row in missed]
     return [*lines, ""]
 
@@ -164,13 +167,19 @@ def report(rows: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(f"| {row['case']} | {row['unit']} | | | not measured | | | {row['note']} |")
             continue
         verdict = {True: "ok", False: "**missed**", None: ""}[row["ok"]]
-        verdict = "; ".join(filter(None, (verdict, row["note"])))
+        undecided = "target within the interval" if _undecided(row) else ""
+        verdict = "; ".join(filter(None, (verdict, undecided, row["note"])))
         target = "" if row["target"] is None else f"≤ {row['target']:g}"
         lines.append(
             f"| {row['case']} | {row['unit']} | {_four(row['without'])} | {_four(row['with'])} "
             f"| {_figure(row, 'median')} | {_figure(row, 'low')} – {_figure(row, 'high')} | {target} | {verdict} |"
         )
     return lines
+
+
+def _undecided(row: dict[str, Any]) -> bool:
+    """Whether the interval of a row reaches to both sides of its target."""
+    return row["ok"] is not None and bool(row["low"] <= row["target"] < row["high"])
 
 
 def _figure(row: dict[str, Any], which: str) -> str:
