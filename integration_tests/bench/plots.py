@@ -134,7 +134,7 @@ def xpu_table(trees: Sequence[dict[str, Any]], path: Path) -> Path:
         axis.bar_label(bars, [f"{height:.0f}" for height in heights], color=INK, fontsize=9, padding=2)
     axis.set_xticks(range(len(trees)), [tree["tree"] for tree in trees])
     axis.set_xlabel("FastDeploy tree")
-    axis.set_ylabel("KV bytes created (%)")
+    axis.set_ylabel("KV bytes (%; one creator: 100)")
     axis.set_ylim(0, 145)
     axis.grid(visible=False, axis="x")
     _legend(figure, (axis,))
