@@ -152,7 +152,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     traces.add_options(parser)
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="write the figures there, as JSON")
-    parser.add_argument("--quick", action="store_true", help="100 requests: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="at most 100 requests: shows that it runs")
     parser.add_argument("--trees", type=Path, nargs="*", help="folders of trees; default as for the tests")
     parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
     parser.add_argument("--pairs", nargs="*", metavar="TREE:MODE", help="only these of the trees and modes")
@@ -166,7 +166,7 @@ def main() -> int:
     parser.add_argument("--refused", type=float, default=0.02, help="share of requests that the decode node refuses")
     parser.add_argument("--one", nargs=2, metavar=("TREE", "MODE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.requests = 100 if arguments.quick else arguments.requests
+    arguments.requests = min(arguments.requests, 100) if arguments.quick else arguments.requests
     if arguments.one:
         print(json.dumps(measure(Path(arguments.one[0]), arguments.one[1], arguments)))
         return 0
