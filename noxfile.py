@@ -20,7 +20,7 @@ nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "types", "unit", "fastdeploy", "vllm", "vllm_as_released", "engine"]
 os.environ["PATH"] = f"{TOOLS}{os.pathsep}{os.environ['PATH']}"
 os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
-# Every test of an engine imports torch and vLLM in several processes; compiled once they come up in a third of the time.
+# Engines import torch and vLLM in several processes; compiled once, they come up in a fraction of the time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TEST = ["pytest>=8", "hypothesis>=6.100", "jsonschema>=4.20", "prometheus-client>=0.18"]
