@@ -20,8 +20,8 @@ def work(engine_arguments: dict[str, Any], prompts: list[list[int]]) -> dict[str
     """Runs the prompts through a new engine.
 
     Returns:
-        `queries` and `hits` (tokens, from the Prometheus counters), `cached` (tokens, one per request, None where the
-        release does not say) and `start_seconds`.
+        `queries` and `hits` (tokens, from the Prometheus counters), `external_queries` and `external_hits` (the same
+        of KV connectors), `cached` (tokens, one per request, None where the release does not say) and `start_seconds`.
     """
     begin = time.monotonic()
     from vllm import LLM, SamplingParams
@@ -50,6 +50,8 @@ def work(engine_arguments: dict[str, Any], prompts: list[list[int]]) -> dict[str
     return {
         "queries": counter("vllm:prefix_cache_queries"),
         "hits": counter("vllm:prefix_cache_hits"),
+        "external_queries": counter("vllm:external_prefix_cache_queries"),
+        "external_hits": counter("vllm:external_prefix_cache_hits"),
         "cached": [cached[str(number)] for number in range(len(prompts))],
         "start_seconds": start_seconds,
     }

@@ -53,12 +53,14 @@ class Scenario:
         about: One line on what makes vLLM count wrongly here.
         engine: Engine arguments, in the spelling of `vllm.LLM`.
         cold: Whether the first request, which is ahead of the others, leaves their shared prefix uncached.
+        different: How many different prompts there are, which then come again in the same order; None if all are.
     """
 
     name: str
     about: str
     engine: Mapping[str, Any]
     cold: bool = False
+    different: int | None = None
 
 
 KV_PRESSURE = Scenario(
@@ -93,7 +95,7 @@ def prompts(scenario: Scenario, requests: int) -> list[list[int]]:
     first = 3 + SHARED_TOKENS
     result = [
         [*shared, first + number % 300, first + number // 300, *(first + place for place in range(TAIL_TOKENS - 2))]
-        for number in range(requests)
+        for number in (request % (scenario.different or requests) for request in range(requests))
     ]
     if scenario.cold:
         result[0].reverse()

@@ -144,6 +144,7 @@ def measure(
     requests: int = 48,
     deadline: float = DEADLINE,
     multiprocessing: bool = False,
+    variables: Mapping[str, str] | None = None,
     what: str = "the engine",
     started: Callable[[], None] = lambda: None,
 ) -> Reading:
@@ -159,6 +160,7 @@ def measure(
         deadline: Seconds that the start, and then the requests, may take.
         multiprocessing: Whether an offline engine runs its core and workers in processes of their own; over HTTP the
             core always does, and this is for its workers.
+        variables: Environment variables of the engine, set last.
         what: How messages call the engine.
         started: Called when the engine takes requests, as far as that can be seen from outside.
 
@@ -169,7 +171,7 @@ def measure(
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     log = folder / "engine.log"
-    env = environment(os.environ, mended=mended, multiprocessing=multiprocessing, folder=folder)
+    env = environment(os.environ, mended=mended, multiprocessing=multiprocessing, folder=folder) | dict(variables or {})
     arguments = {"model": str(model), **scenario.engine}
     sent = prompts(scenario, requests)
     if transport == HTTP:
