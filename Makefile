@@ -4,10 +4,10 @@ TOOLS := $(CACHE)/tools
 NOX := $(TOOLS)/bin/nox --envdir $(CACHE)/nox
 export KVMEND_CACHE := $(CACHE)
 
-.PHONY: test demo bench lint unit vllm engine upstream fastdeploy fingerprints readme clean help
+.PHONY: test demo bench lint unit vllm engine engine-more upstream fastdeploy fingerprints readme clean help
 
 help:  ## what there is
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 test: $(TOOLS)/.ready  ## everything that CI runs
 	$(NOX) -s lint types unit fastdeploy vllm vllm_as_released engine
@@ -26,6 +26,9 @@ vllm: $(TOOLS)/.ready  ## scheduler-level tests on real vLLM releases
 
 engine: $(TOOLS)/.ready  ## the real engine, offline and over HTTP
 	$(NOX) -s engine
+
+engine-more: $(TOOLS)/.ready  ## the real engine with Ray and LMCache; not a part of make test
+	$(NOX) -s engine_more
 
 fastdeploy: $(TOOLS)/.ready  ## FastDeploy tests, on the double and on every tree at hand
 	$(NOX) -s fastdeploy

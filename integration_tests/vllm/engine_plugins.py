@@ -27,3 +27,10 @@ def lookup_of_its_own() -> None:
         return self.empty_kv_cache_blocks, 0, 0
 
     KVCacheManager.get_computed_blocks = get_computed_blocks
+
+
+def ray_places_by_cpu() -> None:
+    """Gives the CPU backend what it lacks for Ray: the name of the resource to place actors by."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.ray_device_key = "CPU"

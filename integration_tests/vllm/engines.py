@@ -27,7 +27,7 @@ COPIED = "vllm-prefix-stats-copied-scheduler"
 REQUESTS = 48
 SENT = REQUESTS * 168
 #: Seconds that a start, and then its requests, may take; more can be given on a machine that is busy with other things.
-DEADLINE = float(os.environ.get("KVMEND_ENGINE_SECONDS", "180"))
+DEADLINE = float(os.environ.get("ENGINE_TEST_SECONDS", "180"))
 _LAST_LINES = 25
 
 #: 14 requests at a time have the two blocks that each needs from first to last token, one of them shared: admissions
@@ -69,12 +69,14 @@ class Ran:
         root: The process that was started, without parents among the members.
         members: All its processes that loaded kvmend and lived to report.
         external: Counters of KV connectors, `queries` and `hits`, in tokens; empty over HTTP.
+        lines: Its output, without the empty lines.
     """
 
     reading: Reading
     root: Member
     members: tuple[Member, ...]
     external: Mapping[str, int]
+    lines: list[str]
 
     @property
     def counted(self) -> tuple[int, int, int | None]:
@@ -107,7 +109,7 @@ def run(folder: Path, *args: Any, **kwargs: Any) -> Ran:
     answer = folder / "result.json"
     result = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
     external = {name: result[f"external_{name}"] for name in ("queries", "hits") if result}
-    return Ran(reading, root, members, external)
+    return Ran(reading, root, members, external, _lines(folder))
 
 
 def refusal(folder: Path, *args: Any, **kwargs: Any) -> list[str]:
