@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvmend_fixes.demos import vllm_prefix_stats
-from kvmend_fixes.demos._processes import DemoError, Processes
+from kvmend_fixes.demos._processes import DemoError, Processes, _compiled
 from kvmend_fixes.demos._scenarios import KV_PRESSURE, Reading, Scenario
 from support.interpreter import INTEGRATION_TESTS
 from support.toyfw import write_dist_info
@@ -155,6 +156,9 @@ def measure(
         DemoError: The engine died, or took too long.
     """
     environment = {"PYTHONPATH": _python_path(folder, plugins or {})}
+    if "PYTHONDONTWRITEBYTECODE" in os.environ and not _compiled("vllm"):
+        # Once for all tests: compiling vLLM and torch takes longer than the rest of a start.
+        environment["PYTHONPYCACHEPREFIX"] = str(Path(sys.prefix) / "pycache")
     if not mended:
         environment |= {"KVMEND_VLLM_PREFIX_STATS": "0", "KVMEND_VLLM_PREFIX_STATS_COPIED_SCHEDULER": "0"}
     processes = Processes()
