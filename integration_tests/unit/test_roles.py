@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kvmend_fixes.vllm
 from kvmend import applier, report
 from kvmend.fix import Framework, Role
 from kvmend_fixes.fastdeploy import FASTDEPLOY
@@ -55,6 +56,11 @@ def test_a_worker_that_ray_started_has_its_rank_from_the_world_group(monkeypatch
     assert asked(VLLM, ("/x/ray/_private/workers/default_worker.py",)) == Role(name="worker", rank=5)
     state._WORLD = None  # type: ignore[assignment]
     assert asked(VLLM, ("/x/ray/_private/workers/default_worker.py",)) == Role(name="worker")
+
+
+def test_an_engine_core_that_ray_started_is_known_by_its_title(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvmend_fixes.vllm, "_title", lambda: "ray::DPEngineCoreActor.run")
+    assert asked(VLLM, ("/x/ray/_private/workers/default_worker.py",)) == Role(name="EngineCore")
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,19 @@ def _kind(command: Sequence[str], name: str) -> tuple[str, str]:
             return kind, "".join(re.findall(r"\d+$", name))
     program = command[0] if command else ""
     if program.endswith("default_worker.py"):
-        return "worker", ""
+        return ("EngineCore" if "EngineCore" in _title() else "worker"), ""
     if "api_server" in program or "serve" in command[1:2]:
         return "API server", ""
     return "main process", ""
+
+
+def _title() -> str:
+    """What Ray calls one of its processes, as in "ray::EngineCoreActor"."""
+    try:
+        with open("/proc/self/cmdline", "rb") as stream:
+            return stream.read(200).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _world_rank() -> int | None:
