@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 from collections.abc import Sequence
@@ -9,28 +10,38 @@ from collections.abc import Sequence
 import click
 
 from kvmend import __version__
-from kvmend.cli import catalogue, check, demo, fingerprint, hook, status, verify
 from kvmend.cli.output import reader_may_leave
 from kvmend.errors import KvmendError
 
+#: Each command: module and name in it. Only the one that is asked for is imported.
+COMMANDS = {
+    "list": ("catalogue", "list_command"),
+    "explain": ("catalogue", "explain_command"),
+    "check": ("check", "check_command"),
+    "verify": ("verify", "verify_command"),
+    "status": ("status", "status_command"),
+    "hook": ("hook", "hook_command"),
+    "demo": ("demo", "demo_command"),
+    "fingerprint": ("fingerprint", "fingerprint_command"),
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(f"kvmend.cli.{module}"), name)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="kvmend")
 def cli() -> None:
     """Repairs known KV-cache bookkeeping faults of pinned vLLM and FastDeploy servers in place."""
-
-
-for command in (
-    catalogue.list_command,
-    catalogue.explain_command,
-    check.check_command,
-    verify.verify_command,
-    status.status_command,
-    hook.hook_command,
-    demo.demo_command,
-    fingerprint.fingerprint_command,
-):
-    cli.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kvmend import registry
-from kvmend.cli.output import console, paragraph, reader_may_leave
+from kvmend.cli.output import reader_may_leave
 from kvmend.errors import UsageError
 from kvmend.fix import Fix
 from kvmend.settings import allowed_values
@@ -35,6 +35,8 @@ def fix_named(name: str) -> Fix:
 @click.command("list")
 def list_command() -> None:
     """Lists the fixes."""
+    from kvmend.cli.printing import console, paragraph
+
     fixes = all_fixes()
     with reader_may_leave():
         out = console()
@@ -58,6 +60,8 @@ def explain_command(fix: str) -> None:
 
 
 def _explain(record: Fix) -> None:
+    from kvmend.cli.printing import console
+
     out = console()
     out.print(f"[bold]{record.id}[/] - {record.summary}")
     out.print(

@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from kvmend import __version__, registry, settings, startup
 from kvmend.cli import hook, presence
-from kvmend.cli.output import console, paragraph, reader_may_leave, table
+from kvmend.cli.output import reader_may_leave
 from kvmend.errors import LocateError, SettingsError
 from kvmend.fix import Fix, Framework
 from kvmend.locate import FolderTree, Installation, locate_installed, locate_path
@@ -55,7 +51,9 @@ def check_command(path: Path | None, with_env: bool, as_json: bool, evidence: bo
         if as_json:
             click.echo(json.dumps(report, indent=1))
         else:
-            _print(report, evidence)
+            from kvmend.cli.check_table import print_report
+
+            print_report(report, evidence)
     return 0 if report["ok"] else 1
 
 
@@ -280,48 +278,3 @@ def _row_of(fix: Fix, result: Result, installation: Installation | None) -> dict
         "sites": list(result.sites),
         "evidence": [dataclasses.asdict(entry) for entry in result.evidence],
     }
-
-
-_STYLE = {WILL_APPLY: "green", "already_fixed": "green", "not_affected": "green", "disabled": "dim"}
-
-
-def _print(report: dict[str, Any], evidence: bool) -> None:
-    out = console()
-    for row in report["fixes"]:
-        installed = ", ".join(f"{entry['name']} {entry['version']}" for entry in row["distributions"])
-        if not installed:
-            installed = "plain source, no version" if row["location"] else "not installed"
-        style = _STYLE.get(row["forecast"], "yellow" if row["ok"] else "red")
-        out.print(
-            f"[bold]{row['fix']}[/]  [{style}]{row['forecast']}[/]  {escape(row['framework'] + ': ' + installed)}"
-        )
-        lines = [row["reason"]]
-        if row["forecast"] not in (*_STYLE, Outcome.NOT_INSTALLED):
-            lines.append(row["advice"])
-        for text in lines:
-            paragraph(out, text)
-        for problem in row["problems"]:
-            if not row["reason"].startswith(problem["text"]):
-                paragraph(out, Text(problem["text"], style="yellow"))
-        if evidence:
-            _print_evidence(out, row)
-    for problem in report["problems"]:
-        paragraph(out, Text(problem["text"], style="red" if problem["fatal"] else "yellow"), indent=0)
-    for note in report["notes"]:
-        paragraph(out, note, indent=0)
-
-
-def _print_evidence(out: Console, row: dict[str, Any]) -> None:
-    rows = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("body", "fingerprint", "known from"):
-        rows.add_column(heading, overflow="fold")
-    for entry in row["evidence"]:
-        known = entry["known_as"]
-        spread = ", ".join(known) if len(known) <= 3 else f"{known[0]} … {known[-1]} ({len(known)})"
-        name = entry["body"].partition(":")[2]
-        if entry["fingerprint"] is None:
-            rows.add_row(name, "absent", "")
-        else:
-            file = str(entry["path"]).removeprefix(f"{row['location'].rpartition(row['package'])[0]}")
-            rows.add_row(f"{name}\n  [dim]{escape(file)}:{entry['line']}[/]", entry["fingerprint"], spread or "unknown")
-    table(out, rows)

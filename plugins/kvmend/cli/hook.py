@@ -18,7 +18,7 @@ import click
 
 from kvmend import settings, startup
 from kvmend.cli.catalogue import all_fixes
-from kvmend.cli.output import console, paragraph, reader_may_leave
+from kvmend.cli.output import reader_may_leave
 from kvmend.errors import UsageError
 
 #: `site` reads these files in the order of their names: editable installs of kvmend come before this one.
@@ -138,6 +138,8 @@ def status_command(as_json: bool) -> int:
         if as_json:
             click.echo(json.dumps(report, indent=1))
         else:
+            from kvmend.cli.printing import console, paragraph
+
             paragraph(console(), describe(hook, watching), indent=0)
     return 0 if hook.state == "enabled" and set(hook.packages) <= set(watching) else 1
 

@@ -23,7 +23,8 @@ from rich.table import Table
 from kvmend import __version__, registry, settings
 from kvmend.cli.catalogue import fix_named
 from kvmend.cli.check import examine
-from kvmend.cli.output import console, paragraph, reader_may_leave, table
+from kvmend.cli.output import reader_may_leave
+from kvmend.cli.printing import console, paragraph, table
 from kvmend.errors import UsageError
 from kvmend.fix import Fix
 from kvmend.outcome import Outcome
