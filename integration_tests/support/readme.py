@@ -1,4 +1,4 @@
-"""Writes the generated parts of the READMEs from the records and the tables of known sources.
+"""Writes the generated parts of the READMEs and of the documentation from the records and the tables of known sources.
 
 Run as `python -m support.readme` (`make readme`); with `--check` it only says whether they are up to date.
 """
@@ -15,9 +15,11 @@ from kvmend.fingerprint import Table, load_table
 from kvmend.fix import Fix
 from kvmend.outcome import Outcome
 from kvmend.settings import allowed_values
+from support.reference import FIX_BLOCKS, commands, table
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {"README.md": "en", "README.zh.md": "zh"}
+READMES = {"README.md": "en", "README.zh.md": "zh"}
+FILES = READMES | {str(page.relative_to(ROOT)): "en" for page in sorted((ROOT / "docs").rglob("*.md"))}
 
 _HEADINGS = {
     "en": {
@@ -50,15 +52,10 @@ _MEANING_ZH = {
 }
 
 
-def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def _runs(table: Table) -> list[tuple[str, str, tuple[str, ...]]]:
+def _runs(known: Table) -> list[tuple[str, str, tuple[str, ...]]]:
     """Neighbouring generations of one state and one set of features, as first and last release."""
     runs: list[tuple[str, str, list[str]]] = []
-    for generation in table.generations:
+    for generation in known.generations:
         features = ", ".join(sorted(generation.features)) or "record-at-lookup"
         features = "fixed upstream" if generation.state == "fixed" else features
         if runs and runs[-1][:2] == (generation.state, features):
@@ -76,7 +73,7 @@ def _support(fixes: tuple[Fix, ...], language: str) -> str:
         for state, features, releases in _runs(load_table(fix.fingerprints)):
             span = releases[0] if len(releases) == 1 else f"{releases[0]} – {releases[-1]} ({len(releases)})"
             rows.append((f"`{fix.id}`", span, features, _ACTION[language][state]))
-    return _table(_HEADINGS[language]["support"], rows)
+    return table(_HEADINGS[language]["support"], rows)
 
 
 def _switches(fixes: tuple[Fix, ...], language: str) -> str:
@@ -84,18 +81,23 @@ def _switches(fixes: tuple[Fix, ...], language: str) -> str:
         (f"`{fix.switch}`", ", ".join(f"`{value}`" for value in allowed_values(fix)), "`1`", f"`{fix.id}`")
         for fix in fixes
     ]
-    return _table(_HEADINGS[language]["switches"], rows)
+    return table(_HEADINGS[language]["switches"], rows)
 
 
 def _outcomes(_fixes: tuple[Fix, ...], language: str) -> str:
     meaning = _MEANING_ZH if language == "zh" else {outcome: outcome.meaning for outcome in Outcome}
-    return _table(_HEADINGS[language]["outcomes"], [(f"`{outcome}`", meaning[outcome]) for outcome in Outcome])
+    return table(_HEADINGS[language]["outcomes"], [(f"`{outcome}`", meaning[outcome]) for outcome in Outcome])
+
+
+def _commands(_fixes: tuple[Fix, ...], _language: str) -> str:
+    return commands()
 
 
 BLOCKS: dict[str, Callable[[tuple[Fix, ...], str], str]] = {
     "support": _support,
     "switches": _switches,
     "outcomes": _outcomes,
+    "commands": _commands,
 }
 
 
@@ -106,9 +108,14 @@ def rendered(text: str, language: str) -> str:
         raise SystemExit(f"fix {broken[0].name} could not be loaded: {broken[0].reason}")
 
     def block(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{BLOCKS[match[2]](fixes, language)}\n{match[3]}"
+        name, _, fix_id = match[2].partition(" ")
+        chosen = tuple(fix for fix in fixes if fix_id in ("", fix.id))
+        if not chosen:
+            raise SystemExit(f"begin: {match[2]}: no fix {fix_id!r}")
+        made = FIX_BLOCKS[name](chosen[0]) if name in FIX_BLOCKS else BLOCKS[name](chosen, language)
+        return f"{match[1]}\n{made}\n{match[3]}"
 
-    return re.sub(r"(<!-- begin: (\w+) -->)\n.*?\n?(<!-- end -->)", block, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- begin: ([\w -]+) -->)\n.*?\n?(<!-- end -->)", block, text, flags=re.DOTALL)
 
 
 def main(arguments: list[str]) -> int:

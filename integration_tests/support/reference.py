@@ -1,0 +1,102 @@
+"""The generated parts of the reference pages: fixes from their records, commands from the command line itself."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from kvmend.cli import cli
+from kvmend.cli.catalogue import paragraphs
+from kvmend.fix import Fix
+from kvmend.settings import allowed_values
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def facts(fix: Fix) -> str:
+    """What a reader wants to know of a fix at a glance."""
+    rows = [
+        ("framework", fix.framework.name),
+        ("releases", fix.releases),
+        ("switch", f"`{fix.switch}` = {', '.join(f'`{value}`' for value in allowed_values(fix))}; default `1`"),
+        ("processes", fix.framework.processes),
+        ("upstream", ", ".join(f"[{_name(link)}]({link})" for link in fix.upstream)),
+    ]
+    return table(("", fix.id), [(name, value) for name, value in rows if value])
+
+
+def _name(link: str) -> str:
+    found = re.fullmatch(r"https://github\.com/[^/]+/([^/]+)/(?:pull|issues)/(\d+)", link)
+    return f"{found[1]} {found[2]}" if found else link.removeprefix("https://")
+
+
+def why(fix: Fix) -> str:
+    """Symptom and trigger, as `kvmend explain` says them."""
+    return _prose(fix.why)
+
+
+def how(fix: Fix) -> str:
+    """What the fix does and why that is safe."""
+    return _prose(fix.how)
+
+
+def remove(fix: Fix) -> str:
+    """When to take it off."""
+    return _prose(fix.remove_when)
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"^(Symptom|Trigger|Safe because): ", r"**\1:** ", paragraphs(text), flags=re.MULTILINE)
+
+
+def counters(fix: Fix) -> str:
+    """Name and meaning of each counter."""
+    return table(("counter", "meaning"), [(f"`{name}`", meaning) for name, meaning in fix.counters.items()])
+
+
+def touches(fix: Fix) -> str:
+    """The functions it wraps, and those it only reads."""
+    keys = list(dict.fromkeys(site.key for site in fix.sites))
+    read = [body.key for body in fix.bodies]
+    wrapped = "\n".join(f"- `{key}`" for key in keys)
+    return f"Wrapped:\n\n{wrapped}\n\nRead, not touched:\n\n" + "\n".join(f"- `{key}`" for key in read)
+
+
+FIX_BLOCKS = {"facts": facts, "why": why, "how": how, "remove": remove, "counters": counters, "touches": touches}
+
+
+def commands() -> str:
+    """Every command with its arguments and options."""
+    parts = []
+    for name in sorted(cli.commands):
+        context = click.Context(cli.commands[name], info_name=f"kvmend {name}")
+        parts.append(f"### kvmend {name}\n\n" + _command(cli.commands[name], context))
+        if isinstance(cli.commands[name], click.Group):
+            group = cli.commands[name]
+            assert isinstance(group, click.Group)
+            for inner in sorted(group.commands):
+                inside = click.Context(group.commands[inner], info_name=inner, parent=context)
+                parts.append(f"#### kvmend {name} {inner}\n\n" + _command(group.commands[inner], inside))
+    return "\n\n".join(parts)
+
+
+def _command(command: click.Command, context: click.Context) -> str:
+    usage = command.get_usage(context).removeprefix("Usage: ")
+    text = f"```text\n{' '.join(usage.split())}\n```\n\n{_escaped(paragraphs(command.help or ''))}"
+    records = [
+        record
+        for parameter in command.get_params(context)
+        if (record := parameter.get_help_record(context)) is not None and "--help" not in parameter.opts
+    ]
+    if records:
+        text += "\n\n" + table(("option", "meaning"), [(f"`{name}`", _escaped(said)) for name, said in records])
+    return text
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;")
