@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -84,12 +85,14 @@ def main() -> None:
     importlib.import_module("vllm.plugins").load_general_plugins()
     if ENGINE in sys.argv:
         importlib.import_module("vllm.v1.core.sched.scheduler")
-        print("ready", flush=True)
+        os.close(int(sys.argv[-1]))
         signal.pause()
-    engine = subprocess.Popen([sys.executable, __file__, ENGINE], stdout=subprocess.PIPE, text=True)
+    told, tells = os.pipe()
+    engine = subprocess.Popen([sys.executable, __file__, ENGINE, str(tells)], pass_fds=[tells])
+    os.close(tells)
     try:
-        assert engine.stdout is not None
-        if not engine.stdout.readline():
+        os.read(told, 1)  # ends when the EngineCore is ready, or gone
+        if engine.poll() is not None:
             sys.exit("Engine core initialization failed.")
         print("INFO:     Application startup complete.", flush=True)
         signal.pause()

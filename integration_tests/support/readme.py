@@ -39,6 +39,13 @@ _ACTION = {
 }
 
 
+#: What a source without features is called.
+_PLAIN = {
+    ("vllm-prefix-stats", "affected"): "record-at-lookup",
+    ("vllm-prefix-stats-copied-scheduler", "affected"): "record-in-schedule",
+    ("vllm-prefix-stats-copied-scheduler", "not_affected"): "counted at the lookup",
+}
+
 _MEANING_ZH = {
     Outcome.APPLIED: "修复已在这个进程里生效。无需任何操作。",
     Outcome.ARMED: "框架的模块还没有导入，导入时修复就会生效。无需任何操作。",
@@ -56,7 +63,7 @@ def _runs(known: Table) -> list[tuple[str, str, tuple[str, ...]]]:
     """Neighbouring generations of one state and one set of features, as first and last release."""
     runs: list[tuple[str, str, list[str]]] = []
     for generation in known.generations:
-        features = ", ".join(sorted(generation.features)) or "record-at-lookup"
+        features = ", ".join(sorted(generation.features)) or _PLAIN.get((known.fix, generation.state), "–")
         features = "fixed upstream" if generation.state == "fixed" else features
         if runs and runs[-1][:2] == (generation.state, features):
             runs[-1][2].extend(generation.releases)
