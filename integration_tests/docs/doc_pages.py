@@ -100,7 +100,7 @@ def steps(block: Block) -> list[Step]:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Whether a command printed what the page shows; white space at the ends of lines and of the whole is nothing."""
+    """Whether a command printed what the page shows, but for ids, times, widths of columns and white space at ends."""
     parts = []
     for line in _trimmed(expected):
         if line.strip() == "…":
@@ -110,7 +110,21 @@ def matches(expected: str, printed: str) -> bool:
     return re.fullmatch("".join(parts), "".join(f"{line}\n" for line in _trimmed(printed))) is not None
 
 
+#: What differs from run to run, and what stands for it.
+_MOMENTARY = (
+    (r"\b\d+ gpu7\b", "PID gpu7"),
+    (r"\bgpu7-\d+-[0-9a-f]{12}\b", "gpu7-PID-ID"),
+    (r'\bpid="\d+",process="[0-9a-f]{12}"', "PID,ID"),
+    (r"\b\d+ s ago\b", "N s ago"),
+    (r"\b\d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\]", "TIME"),
+    (r"\b\d+\.\d\ds\b", "N s"),
+    (r"(?<=\S) {2,}(?=\S)", "  "),
+)
+
+
 def _trimmed(text: str) -> list[str]:
+    for pattern, word in _MOMENTARY:
+        text = re.sub(pattern, word, text)
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n").splitlines()
 
 

