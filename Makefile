@@ -4,13 +4,13 @@ TOOLS := $(CACHE)/tools
 NOX := $(TOOLS)/bin/nox --envdir $(CACHE)/nox
 export KVMEND_CACHE := $(CACHE)
 
-.PHONY: test demo bench lint unit vllm engine engine-more upstream fastdeploy fingerprints readme clean help
+.PHONY: test demo bench lint unit docs vllm engine engine-more upstream fastdeploy fingerprints readme clean help
 
 help:  ## what there is
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 test: $(TOOLS)/.ready  ## everything that CI runs
-	$(NOX) -s lint types unit fastdeploy vllm vllm_as_released engine
+	$(NOX) -s lint types unit docs fastdeploy vllm vllm_as_released engine
 
 demo: $(TOOLS)/.ready  ## the fault and the fix on the real vLLM engine
 	@$(NOX) -s demo -- $(ARGS)
@@ -20,6 +20,9 @@ lint: $(TOOLS)/.ready  ## style and types
 
 unit: $(TOOLS)/.ready  ## the host, on every Python found; make test takes the oldest and the newest
 	$(NOX) -s unit unit_between
+
+docs: $(TOOLS)/.ready  ## the documentation as a site in site/, and every command in it
+	$(NOX) -s docs -- $(ARGS)
 
 vllm: $(TOOLS)/.ready  ## scheduler-level tests on real vLLM releases
 	$(NOX) -s vllm vllm_as_released
@@ -42,7 +45,7 @@ upstream: $(TOOLS)/.ready  ## upstream's own tests, with kvmend and without
 fingerprints: $(TOOLS)/.ready  ## the table of known vLLM sources, anew from the released wheels
 	$(NOX) -s fingerprints
 
-readme: $(TOOLS)/.ready  ## the generated parts of both READMEs
+readme: $(TOOLS)/.ready  ## the generated parts of the READMEs and the documentation
 	$(NOX) -s readme
 
 clean:  ## remove every environment

@@ -17,7 +17,7 @@ TOOLS = str(Path(sys.executable).parent)
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["lint", "types", "unit", "fastdeploy", "vllm", "vllm_as_released", "engine"]
+nox.options.sessions = ["lint", "types", "unit", "docs", "fastdeploy", "vllm", "vllm_as_released", "engine"]
 os.environ["PATH"] = f"{TOOLS}{os.pathsep}{os.environ['PATH']}"
 os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
 # Engines import torch and vLLM in several processes; compiled once, they come up in a fraction of the time.
@@ -104,6 +104,14 @@ def unit_between(session: nox.Session) -> None:
 def run_unit(session: nox.Session) -> None:
     session.install("-e", ".", *TEST, "pip", "uv", "tomli; python_version < '3.11'")
     session.run("pytest", "integration_tests/unit", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site, into site/, and every command, name and recipe in it; `-- -k NAME` chooses tests."""
+    session.install("-e", ".[docs]", *TEST, "hatchling>=1.18", "pip", "uv", "tomli; python_version < '3.11'")
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("pytest", "integration_tests/docs", *session.posargs)
 
 
 @nox.session

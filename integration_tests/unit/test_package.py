@@ -90,6 +90,7 @@ def test_the_source_distribution_holds_sources_and_tests_and_no_leftovers(built:
         "pyproject.toml", "README.md", "LICENSE", "PKG-INFO", "plugins/kvmend/fix.py",
         "patches/kvmend_fixes/vllm/prefix_stats.py",
         "integration_tests/unit/test_package.py", "integration_tests/support/toyfw.py",
+        "Makefile", "noxfile.py", "mkdocs.yml", "docs/index.md", "docs/examples/kvmend-tinyserve/pyproject.toml",
     }  # fmt: skip
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc") or name.startswith(".git/")]
 
