@@ -22,7 +22,7 @@ unit: $(TOOLS)/.ready  ## the host, on every Python found; make test takes the o
 	$(NOX) -s unit unit_between
 
 docs: $(TOOLS)/.ready  ## the documentation as a site in site/, and every command in it
-	$(NOX) -s docs -- $(ARGS)
+	$(NOX) -s docs docs_from_scratch -- $(ARGS)
 
 vllm: $(TOOLS)/.ready  ## scheduler-level tests on real vLLM releases
 	$(NOX) -s vllm vllm_as_released

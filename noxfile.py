@@ -108,10 +108,20 @@ def run_unit(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site, into site/, and every command, name and recipe in it; `-- -k NAME` chooses tests."""
+    """The site, into site/, and the commands, names and recipes in it."""
+    run_docs(session, "not slow")
+
+
+@nox.session
+def docs_from_scratch(session: nox.Session) -> None:
+    """The pages whose reader begins with nothing, and installs things."""
+    run_docs(session, "slow")
+
+
+def run_docs(session: nox.Session, which: str) -> None:
     session.install("-e", ".[docs]", *TEST, "hatchling>=1.18", "pip", "uv", "tomli; python_version < '3.11'")
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run("pytest", "integration_tests/docs", *session.posargs)
+    session.run("pytest", "integration_tests/docs", "-m", which, *session.posargs)
 
 
 @nox.session

@@ -54,9 +54,9 @@ def families() -> frozenset[str]:
 def is_said(line: str) -> bool:
     """Whether a line, in which `…` stands for anything, is made of texts that kvmend's source has."""
     fixes, outcomes = "|".join(fix.id for fix in registry.discover()[0]), "|".join(map(str, Outcome))
-    ended = re.fullmatch(rf"kvmend: ({fixes}) ({outcomes})( \[\w+( [\w.]+)?\])?: (?P<reason>.+)", line)
-    if ended is not None:
-        return ended["reason"] == "…" or any(pattern.match(ended["reason"]) for pattern in _patterns(""))
+    told = re.fullmatch(rf"kvmend: ({fixes}) (({outcomes})( \[\w+( [\w.]+)?\])?: )?(?P<what>.+)", line)
+    if told is not None and any(pattern.match(told["what"]) for pattern in _patterns("")):
+        return True
     return any(pattern.search(line) for pattern in _patterns("kvmend"))
 
 

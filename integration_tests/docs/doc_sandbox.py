@@ -128,6 +128,9 @@ def _stand_in(home: Path) -> None:
 
 SANDBOXES: Mapping[str, Callable[[Path], Sandbox]] = {"checkout": _checkout, "server": _server, "before": _before}
 
+#: Those whose reader installs things.
+FROM_SCRATCH = frozenset({"checkout", "before"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
