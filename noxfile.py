@@ -27,6 +27,7 @@ TEST = ["pytest>=8", "hypothesis>=6.100", "jsonschema>=4.20", "prometheus-client
 #: The release whose engine shows the fault.
 ENGINE = next(pin["release"] for pin in PINS["vllm"] if pin.get("engine", False))
 ENGINE_TESTS = sorted(str(path) for path in (HERE / "integration_tests" / "vllm").glob("test_engine_*.py"))
+PYTHON_CODE = ["plugins", "patches", "integration_tests", "docs/examples", "noxfile.py"]
 OLDEST, NEWEST = "3.10", "3.13"
 #: A natively fixed release, to compare with, and the last affected one.
 BENCH_VLLM = ["0.27.1", "0.26.0"]
@@ -81,8 +82,8 @@ def install_vllm(session: nox.Session, release: str, *, engine: bool = False) ->
 @nox.session
 def lint(session: nox.Session) -> None:
     session.install("ruff==0.17.*")
-    session.run("ruff", "check", "plugins", "patches", "integration_tests", "noxfile.py")
-    session.run("ruff", "format", "--check", "plugins", "patches", "integration_tests", "noxfile.py")
+    session.run("ruff", "check", *PYTHON_CODE)
+    session.run("ruff", "format", "--check", *PYTHON_CODE)
 
 
 @nox.session

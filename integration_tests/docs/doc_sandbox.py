@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from doc_pages import Step, matches
+
 from support.interpreter import ROOT
 from support.packages import build
 
@@ -41,7 +43,9 @@ def _environment(home: Path) -> dict[str, str]:
     programs = home / ".programs"
     programs.mkdir(parents=True)
     (programs / "python3").symlink_to(getattr(sys, "_base_executable", sys.executable))
-    kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP", "http", "no_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP", "http", "no_"))
+    }
     configured = Path.home() / ".config" / "pip" / "pip.conf"
     if configured.exists():
         kept.setdefault("PIP_CONFIG_FILE", str(configured))
@@ -158,14 +162,11 @@ def run(steps: Sequence[Step], sandbox: Sandbox) -> list[Failure]:
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         try:
-            shell.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                shell.wait(TIMEOUT)
         finally:
-            try:  # whatever a page has started and not stopped
+            with contextlib.suppress(ProcessLookupError):  # whatever a page has started and not stopped
                 os.killpg(shell.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             shell.wait()
         output.seek(0)
         text = _elsewhere(output.read(), sandbox.environment["HOME"])

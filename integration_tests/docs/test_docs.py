@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import pytest
-
 import doc_known
+import pytest
 from doc_pages import RUNNABLE, Step, blocks, command_lines, pages, sandbox_of, steps
 from doc_sandbox import FROM_SCRATCH, SANDBOXES, run
+
 from kvmend import registry, settings
 from kvmend.cli import cli
 from support.interpreter import ROOT
@@ -26,16 +26,14 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 def to_run(page: Path) -> list[Step]:
-    return [
-        step for block in blocks(page) if block.language in RUNNABLE and not block.not_run for step in steps(block)
-    ]
+    return [step for block in blocks(page) if block.language in RUNNABLE and not block.not_run for step in steps(block)]
 
 
 # Commands -----------------------------------------------------------------------------------------------------------
 
 
 def pages_with_commands() -> Iterator[Any]:
-    """All but the Chinese README, whose commands and outputs are those of the other: `unit/test_readme.py` holds that."""
+    """All but the Chinese README, whose blocks are those of the other: `unit/test_readme.py` holds that."""
     for page, name in zip(PAGES, NAMES, strict=True):
         if name != "README.zh.md" and to_run(page):
             from_scratch = sandbox_of(page) in FROM_SCRATCH and name != "README.md"
@@ -128,7 +126,7 @@ def test_every_message_that_a_page_quotes_is_one_that_kvmend_says(page: Path) ->
 def test_every_fix_and_every_outcome_has_its_place() -> None:
     for fix in registry.discover()[0]:
         text = (ROOT / "docs" / "fixes" / f"{fix.id}.md").read_text(encoding="utf-8")
-        for kind in ("facts", "why", "how", "remove", "counters", "touches", "support"):
+        for kind in ("facts", "cause", "how", "remove", "counters", "touches", "support"):
             assert f"<!-- begin: {kind} {fix.id} -->" in text, (fix.id, kind)
         assert f"fixes/{fix.id}.md" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 

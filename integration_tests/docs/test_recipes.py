@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import doc_known
 import pytest
 import yaml
-
-import doc_known
 from doc_pages import blocks, pages
+
 from kvmend import registry, settings
 from support.interpreter import ROOT
 
@@ -157,10 +157,16 @@ def test_the_dashboard_can_be_imported() -> None:
         assert {"type", "title", "description", "gridPos", "targets", "fieldConfig", "datasource"} <= set(panel)
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
-        own = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert not own & cells, f"{panel['title']} lies over another panel"
         cells |= own
         for target in panel["targets"]:
             assert target["datasource"]["uid"] == "${datasource}"
-    used = set(re.findall(r"\$(\w+)", "".join(target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"])))
+    used = set(
+        re.findall(r"\$(\w+)", "".join(target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]))
+    )
     assert used <= {variable["name"] for variable in DASHBOARD["templating"]["list"]}

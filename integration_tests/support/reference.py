@@ -35,9 +35,14 @@ def _name(link: str) -> str:
     return f"{found[1]} {found[2]}" if found else link.removeprefix("https://")
 
 
-def why(fix: Fix) -> str:
-    """Symptom and trigger, as `kvmend explain` says them."""
-    return _prose(fix.why)
+def cause(fix: Fix) -> str:
+    """What triggers the fault; the pages say in their own words what an operator sees of it."""
+    kept = [part for part in paragraphs(fix.why).split("\n\n") if not part.startswith("Symptom: ")]
+    return "\n\n".join(_capital(part.removeprefix("Trigger: ")) for part in kept)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def how(fix: Fix) -> str:
@@ -51,7 +56,7 @@ def remove(fix: Fix) -> str:
 
 
 def _prose(text: str) -> str:
-    return re.sub(r"^(Symptom|Trigger|Safe because): ", r"**\1:** ", paragraphs(text), flags=re.MULTILINE)
+    return re.sub(r"^(Safe because): ", r"**\1:** ", paragraphs(text), flags=re.MULTILINE)
 
 
 def counters(fix: Fix) -> str:
@@ -67,7 +72,7 @@ def touches(fix: Fix) -> str:
     return f"Wrapped:\n\n{wrapped}\n\nRead, not touched:\n\n" + "\n".join(f"- `{key}`" for key in read)
 
 
-FIX_BLOCKS = {"facts": facts, "why": why, "how": how, "remove": remove, "counters": counters, "touches": touches}
+FIX_BLOCKS = {"facts": facts, "cause": cause, "how": how, "remove": remove, "counters": counters, "touches": touches}
 
 
 def commands() -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvmend_tinyserve.used_blocks import FIX
 from tinyserve.pool import BlockPool
 
 from kvmend.applier import apply, remove
 from kvmend.outcome import Outcome
-from kvmend_tinyserve.used_blocks import FIX
 
 
 def test_a_refused_allocation_is_not_counted() -> None:
