@@ -27,6 +27,20 @@ VARIABLES = frozenset(
     }
 )
 
+#: Options of the frameworks' commands, read off FastDeploy 2.5 and vLLM 0.26.0.
+OPTIONS = {
+    "fastdeploy.entrypoints.openai.api_server": {
+        "--cache-transfer-protocol",
+        "--enable-prefix-caching",
+        "--model",
+        "--port",
+        "--router",
+        "--splitwise-role",
+    },
+    "fastdeploy.router.launch": {"--port", "--splitwise"},
+    "vllm serve": {"--distributed-executor-backend", "--tensor-parallel-size"},
+}
+
 #: Metrics as a server exposes them, read off vLLM 0.26.0 and FastDeploy 2.5; a counter's name ends in `_total`.
 _VLLM = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits")
 _METRICS = frozenset(

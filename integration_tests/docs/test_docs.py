@@ -76,6 +76,16 @@ def test_every_kvmend_command_of_a_page_is_one_that_kvmend_takes(page: Path) -> 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_option_of_a_framework_that_a_page_gives_is_known(page: Path) -> None:
+    for block in blocks(page):
+        for step in steps(block) if block.language in RUNNABLE else ():
+            for command, options in doc_known.OPTIONS.items():
+                if command in step.command:
+                    given = re.findall(r"\s(--[a-z-]+)", step.command.partition(command)[2])
+                    assert set(given) <= options, step.where
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_a_block_that_is_not_run_says_why(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     marked = [block for block in blocks(page) if block.not_run]

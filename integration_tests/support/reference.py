@@ -96,7 +96,9 @@ def _command(command: click.Command, context: click.Context) -> str:
     records = [
         record
         for parameter in command.get_params(context)
-        if (record := parameter.get_help_record(context)) is not None and "--help" not in parameter.opts
+        if isinstance(parameter, click.Option)  # some releases of click list arguments, too
+        and (record := parameter.get_help_record(context)) is not None
+        and "--help" not in parameter.opts
     ]
     if records:
         text += "\n\n" + table(("option", "meaning"), [(f"`{name}`", _escaped(said)) for name, said in records])
