@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from doc_pages import RUNNABLE, blocks, sandbox_of, steps
+from doc_pages import RUNNABLE, blocks, matches, sandbox_of, steps
 from doc_sandbox import DIFFERENT, SANDBOXES, run
 
 _NOTHING_PRINTS_THIS = "\0"
@@ -40,11 +40,13 @@ def fill(page: Path) -> int:
             print(failure, file=sys.stderr)
             continue
         shown = next(step.expected for step in wanted if step.where == failure.step.where) or ""
+        if matches(shown, failure.printed):
+            continue
         start = int(failure.step.where.rpartition(":")[2]) + failure.step.command.count("\n")
         indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
         printed = [f"{indent}{line.rstrip()}".rstrip() for line in failure.printed.strip("\n").split("\n")]
         stop = start + shown.count("\n") + 1
-        changed += lines[start:stop] != printed
+        changed += 1
         lines[start:stop] = printed
     page.write_text("\n".join(lines), encoding="utf-8")
     return changed

