@@ -40,7 +40,7 @@ def pages_with_commands() -> Iterator[Any]:
             yield pytest.param(page, id=name, marks=[pytest.mark.slow] if from_scratch else [])
 
 
-@pytest.mark.parametrize("page", pages_with_commands())
+@pytest.mark.parametrize("page", list(pages_with_commands()))
 def test_every_command_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_shows(
     page: Path, tmp_path: Path
 ) -> None:
