@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import click
@@ -92,7 +93,7 @@ def commands() -> str:
 
 def _command(command: click.Command, context: click.Context) -> str:
     usage = command.get_usage(context).removeprefix("Usage: ")
-    text = f"```text\n{' '.join(usage.split())}\n```\n\n{_escaped(paragraphs(command.help or ''))}"
+    text = f"```text\n{' '.join(usage.split())}\n```\n\n{_help(command.help or '')}"
     records = [
         record
         for parameter in command.get_params(context)
@@ -103,6 +104,15 @@ def _command(command: click.Command, context: click.Context) -> str:
     if records:
         text += "\n\n" + table(("option", "meaning"), [(f"`{name}`", _escaped(said)) for name, said in records])
     return text
+
+
+def _help(text: str) -> str:
+    """Paragraphs; those that click is told to leave as they are become blocks."""
+    parts = []
+    for part in inspect.cleandoc(text).split("\n\n"):
+        kept = part.startswith("\b\n")
+        parts.append(f"```text\n{part[2:]}\n```" if kept else _escaped(paragraphs(part)))
+    return "\n\n".join(parts)
 
 
 def _escaped(text: str) -> str:
