@@ -12,15 +12,11 @@ from kvmend import registry
 from kvmend.outcome import Outcome
 from support.interpreter import SOURCES
 
-#: Environment variables beyond kvmend's own: the frameworks', those of the example, those of the tests.
+#: Environment variables beyond kvmend's own: the frameworks' and the example's.
 VARIABLES = frozenset(
     {
         "FD_LOG_DIR",
         "FD_PLUGINS",
-        "KVMEND_CACHE",
-        "KVMEND_FASTDEPLOY_PYTHON",
-        "KVMEND_FASTDEPLOY_TREE",
-        "KVMEND_FASTDEPLOY_TREES",
         "KVMEND_TINYSERVE_USED_BLOCKS",
         "VLLM_PLUGINS",
         "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY",
@@ -69,8 +65,12 @@ def is_said(line: str) -> bool:
     """Whether a line, in which `…` stands for anything, is made of texts that kvmend's source has."""
     fixes, outcomes = "|".join(fix.id for fix in registry.discover()[0]), "|".join(map(str, Outcome))
     told = re.fullmatch(rf"kvmend: ({fixes}) (({outcomes})( \[\w+( [\w.]+)?\])?: )?(?P<what>.+)", line)
-    if told is not None and any(pattern.match(told["what"]) for pattern in _patterns("")):
-        return True
+    if told is not None:
+        switched_off = re.fullmatch(r"KVMEND(_\w+)?=0", told["what"]) is not None
+        return switched_off or any(pattern.match(told["what"]) for pattern in _patterns(""))
+    error = line.partition("kvmend.errors.StrictError: ")[2]
+    if error:
+        return any(pattern.fullmatch(error) for pattern in _patterns("=1:"))
     return any(pattern.search(line) for pattern in _patterns("kvmend"))
 
 
@@ -96,6 +96,6 @@ def _texts(tree: ast.AST, word: str) -> Iterator[str]:
         else:
             continue
         words = "".join(part for part in parts if part)
-        # `KVMEND_STATE_DIR=…` and the like are filled in from constants, so few letters of their own are enough.
-        if word in words.lower() and len(words.strip()) > 8 and "\n" not in words:
+        # What is filled in may be most of it; a single word is no message.
+        if word in words.lower() and len(words.strip()) > 8 and " " in words.strip() and "\n" not in words:
             yield "".join(".*" if part is None else re.escape(part) for part in parts)

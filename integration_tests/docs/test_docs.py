@@ -25,6 +25,10 @@ PAGES = pages()
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
+#: Pages that benchmarks and the matrix write; what they name must exist all the same.
+GENERATED = frozenset({"docs/benchmarks.md", "docs/support.md"})
+
+
 def to_run(page: Path) -> list[Step]:
     return [step for block in blocks(page) if block.language in RUNNABLE and not block.not_run for step in steps(block)]
 
@@ -35,7 +39,7 @@ def to_run(page: Path) -> list[Step]:
 def pages_with_commands() -> Iterator[Any]:
     """All but the Chinese README, whose blocks are those of the other: `unit/test_readme.py` holds that."""
     for page, name in zip(PAGES, NAMES, strict=True):
-        if name != "README.zh.md" and to_run(page):
+        if name not in {"README.zh.md", *GENERATED} and to_run(page):
             from_scratch = sandbox_of(page) in FROM_SCRATCH and name != "README.md"
             yield pytest.param(page, id=name, marks=[pytest.mark.slow] if from_scratch else [])
 
@@ -100,7 +104,7 @@ def test_a_block_that_is_not_run_says_why(page: Path) -> None:
 
 def known_variables() -> set[str]:
     switches = {fix.switch for fix in registry.discover()[0]}
-    return {settings.MASTER, settings.STRICT, settings.STATE_DIR, *switches, *doc_known.VARIABLES}
+    return {settings.MASTER, settings.STRICT, settings.STATE_DIR, *switches, *settings.ASIDE, *doc_known.VARIABLES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

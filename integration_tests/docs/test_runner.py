@@ -120,6 +120,8 @@ def test_command_lines_are_found_in_blocks_that_are_not_run_and_in_prose(tmp_pat
         ("kvmend: vllm-prefix-stats applied [vLLM 0.26.0]: source is that of 0.26.0; …", True),
         ("kvmend: vllm-prefix-stats mended [vLLM 0.26.0]: source is that of 0.26.0; …", False),
         ("kvmend: vllm-prefix-stats applied [vLLM 0.26.0]: this source is well known", False),
+        ("kvmend.errors.StrictError: KVMEND_STRICT=1: vllm-prefix-stats is conflict: …", True),
+        ("kvmend.errors.StrictError: KVMEND_STRICT=1 was set, and it is not so", False),
     ],
 )
 def test_a_message_that_nobody_says_is_found(line: str, said: bool) -> None:
