@@ -34,7 +34,7 @@ What kvmend costs, and what it is worth. Every figure is one side of a compariso
 that only ratios mean anything: how long a step takes here says nothing about yours. A row says what its target is, what
 was measured, and whether the target is met; what misses it is left in.
 
-This page is written by `make bench` from the JSON files in [results](results); nothing in it is typed by hand.
+This page is written by `make bench` from the JSON files in `docs/results`; nothing in it is typed by hand.
 
 ```
 make bench                                          # everything that can run here
