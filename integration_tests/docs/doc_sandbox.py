@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -73,7 +74,9 @@ def _has_uv() -> bool:
 
 @functools.cache
 def _wheel() -> Path:
-    return build(Path(tempfile.mkdtemp(prefix="kvmend-docs-dist-")))[0]
+    folder = Path(tempfile.mkdtemp(prefix="kvmend-docs-dist-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build(folder)[0]
 
 
 def _venv(home: Path, *requirements: str, no_deps: Sequence[str] = ()) -> dict[str, str]:
