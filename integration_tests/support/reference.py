@@ -7,7 +7,7 @@ import re
 
 import click
 
-from kvmend.cli import cli
+from kvmend.cli import COMMANDS, cli
 from kvmend.cli.catalogue import paragraphs
 from kvmend.fix import Fix
 from kvmend.settings import allowed_values
@@ -79,15 +79,15 @@ FIX_BLOCKS = {"facts": facts, "cause": cause, "how": how, "remove": remove, "cou
 def commands() -> str:
     """Every command with its arguments and options."""
     parts = []
-    for name in sorted(cli.commands):
-        context = click.Context(cli.commands[name], info_name=f"kvmend {name}")
-        parts.append(f"### kvmend {name}\n\n" + _command(cli.commands[name], context))
-        if isinstance(cli.commands[name], click.Group):
-            group = cli.commands[name]
-            assert isinstance(group, click.Group)
-            for inner in sorted(group.commands):
-                inside = click.Context(group.commands[inner], info_name=inner, parent=context)
-                parts.append(f"#### kvmend {name} {inner}\n\n" + _command(group.commands[inner], inside))
+    for name in sorted(COMMANDS):
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        context = click.Context(command, info_name=f"kvmend {name}")
+        parts.append(f"### kvmend {name}\n\n" + _command(command, context))
+        if isinstance(command, click.Group):
+            for inner in sorted(command.commands):
+                inside = click.Context(command.commands[inner], info_name=inner, parent=context)
+                parts.append(f"#### kvmend {name} {inner}\n\n" + _command(command.commands[inner], inside))
     return "\n\n".join(parts)
 
 
