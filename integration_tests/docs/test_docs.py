@@ -57,8 +57,7 @@ def parsed(line: str) -> click.Context:
     words = shlex.split(line)[1:]
     group: click.Group = cli
     context = click.Context(cli, info_name="kvmend")
-    while words and words[0] in group.commands:
-        command = group.commands[words[0]]
+    while words and (command := group.get_command(context, words[0])) is not None:
         context = command.make_context(words[0], words[1:], parent=context)
         if not isinstance(command, click.Group):
             return context
