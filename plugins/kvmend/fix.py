@@ -60,6 +60,7 @@ class Framework:
         unloadable: Why the framework's own plugin loader would leave kvmend out, one line per reason, from the
             environment variables and the installed source; None if its loader takes everything.
         plugin_group: Entry-point group that the framework's loader reads kvmend from; "" if there is none.
+        plugin_list: Environment variable with the plugins that this loader takes; "" if there is none.
         role: What this process is, from its command line, its environment variables and the name that
             `multiprocessing` has for it; asked whenever a report is written. None if nobody knows.
     """
@@ -71,6 +72,7 @@ class Framework:
     processes: str = ""
     unloadable: Callable[[Mapping[str, str], Sources], tuple[str, ...]] | None = None
     plugin_group: str = ""
+    plugin_list: str = ""
     role: Callable[[Sequence[str], Mapping[str, str], str], Role] | None = None
 
     def log(self) -> logging.Logger:

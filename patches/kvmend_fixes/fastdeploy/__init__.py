@@ -106,5 +106,6 @@ FASTDEPLOY = Framework(
     processes="API server, engine, workers and cache transfer processes",
     unloadable=unloadable,
     plugin_group="fastdeploy.reasoning_parser_plugins",
+    plugin_list="FD_PLUGINS",
     role=role,
 )

@@ -66,5 +66,6 @@ VLLM = Framework(
     processes="API server, EngineCore and every worker",
     unloadable=unloadable,
     plugin_group="vllm.general_plugins",
+    plugin_list="VLLM_PLUGINS",
     role=role,
 )

@@ -70,8 +70,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.format_message()}{f' See {usage} --help.' if usage else ''}", error.exit_code)
     except KvmendError as error:
         return _fail(str(error), 2)
-    except SystemExit:  # click's own way with a reader that left while help was printed
-        return 0
+    except SystemExit as error:
+        # 1 is click's own way with a reader that left while help was printed; whatever else it is, it was meant.
+        return error.code if isinstance(error.code, int) and error.code != 1 else 0
     except Exception as error:  # nobody on call can use a traceback
         return _fail(f"internal error: {type(error).__name__}: {error}", 1)
 

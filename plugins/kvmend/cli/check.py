@@ -226,11 +226,11 @@ def _problem(text: str, *, fatal: bool) -> dict[str, Any]:
     return {"text": text, "fatal": fatal}
 
 
-def _unlooked_at(path: Path | None, environ: Mapping[str, str]) -> list[str]:
+def _unlooked_at(fixes: Sequence[Fix], path: Path | None, environ: Mapping[str, str]) -> list[str]:
     """Variables of this shell that say something and were left aside."""
     if path is None or environ is os.environ:
         return []
-    lists = {"VLLM_PLUGINS", "FD_PLUGINS"}
+    lists = {fix.framework.plugin_list for fix in fixes}
     names = sorted(
         name for name in os.environ if name in lists or (name.startswith("KVMEND") and name not in settings.ASIDE)
     )
