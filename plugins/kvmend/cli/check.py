@@ -116,7 +116,7 @@ def examine(
         "problems": problems,
         "hook": {"state": here.hook.state, "path": str(here.hook.path), "packages": list(here.hook.packages)},
         "notes": [
-            *_unlooked_at(path, environ),
+            *_unlooked_at(fixes, path, environ),
             *_nothing_here(path, installations),
             *_not_there(path, installations),
             *_hook_note(here),
