@@ -149,6 +149,8 @@ class World:
 
     def _abort(self, abort: Abort) -> None:
         alive = self._alive()
+        if self.scheduler.connector is not None and not vllm_release.ABORTS_WAITING:
+            alive = [id_ for id_ in alive if self.scheduler.requests[id_].status.name == "RUNNING"]
         if alive:
             request_id = alive[abort.place % len(alive)]
             loading = self._is_loading(request_id)

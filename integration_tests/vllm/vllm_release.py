@@ -47,6 +47,11 @@ INLINE_LOOKUP = "find_longest_cache_hit_per_group" in inspect.getsource(Schedule
 #: A prompt may be kept whole.
 WHOLE_PROMPTS = re.search("chunked_prefill_enabled|enable_chunked_prefill", inspect.getsource(scheduler)) is not None
 
+#: A request that waits can be aborted where there is a connector; 0.9.0 asserts there that it has blocks.
+ABORTS_WAITING = not hasattr(KVCacheManager, "get_block_ids") or "assert" not in inspect.getsource(
+    KVCacheManager.get_block_ids
+)
+
 #: Every scheduler class of vLLM's own, by name.
 SCHEDULERS: dict[str, Any] = {"Scheduler": Scheduler}
 if (found := rig.async_scheduler_class()) is not None:
@@ -64,6 +69,7 @@ LACKS = {
         "connectors for hybrid models": HYBRID_WITH_CONNECTOR,
         "asynchronous loads for hybrid models": HYBRID_LOADS,
         "prompts that are kept whole": WHOLE_PROMPTS,
+        "aborts of waiting requests beside a connector": ABORTS_WAITING,
     }.items()
     if not there
 }
