@@ -87,6 +87,7 @@ def test_the_same_prompt_five_times_is_looked_up_five_times(run: MakeRun) -> Non
     cache.must_have_counted(5, 5 * 5457, 4 * 5376)
 
 
+@pytest.mark.shows_fault
 def test_a_refused_request_is_counted_when_it_is_admitted(run: MakeRun) -> None:
     """Catches a count per lookup: the second request is looked up at every step until the first one has ended."""
     cache = run(scheduler_class=OwnLoop, num_blocks=1 + 8)
