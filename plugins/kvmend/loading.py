@@ -74,7 +74,7 @@ def apply_all(package: str | None = None) -> list[Result]:
     for fix in fixes:
         with JOURNAL.lock:
             known = fix.id in JOURNAL.entries
-            if not known and fix.framework.package not in installations:
+            if not known and fix.framework.package not in installations and _wanted(fix):
                 installations[fix.framework.package] = locate_installed(fix.framework)
             at = installations.get(fix.framework.package)
             result = _refused(fix, strict_problem) if strict_problem and _wanted(fix) else applier.apply(fix, at)
