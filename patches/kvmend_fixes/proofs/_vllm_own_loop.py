@@ -42,7 +42,7 @@ def own_loop() -> Any:
                 request.status = RequestStatus.RUNNING
                 computed[request.request_id] = hits
                 tokens[request.request_id] = missing
-                request.num_computed_tokens = request.num_tokens
+                request.num_computed_tokens = hits + missing
             return SchedulerOutput(
                 **known_arguments(
                     SchedulerOutput,
