@@ -28,7 +28,7 @@ STATE = Path(os.environ["KVMEND_STATE_DIR"])
 loading.load("toyfw")
 import toyfw.engine
 engine = toyfw.engine.Engine()
-until(lambda: STATE.is_dir() and reports(STATE))
+until(lambda: STATE.is_dir() and os.getpid() in reports(STATE))
 """
 #: The log on standard output, in some format.
 _LOG = "import logging, sys\nlogging.basicConfig(level='INFO', stream=sys.stdout, format='{}')\n"
@@ -193,7 +193,7 @@ for _ in range(3):
     time.sleep(0.1)
 STATE.unlink()
 engine.lookup("a")
-until(lambda: STATE.is_dir() and reports(STATE))
+until(lambda: STATE.is_dir() and os.getpid() in reports(STATE))
 """
     log = toy / "log"
     before = f"import logging\nlogging.basicConfig(filename={str(log)!r}, format='%(name)s %(message)s')\n"
