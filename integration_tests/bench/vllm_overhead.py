@@ -2,8 +2,8 @@
 
 Run as `python -m bench.vllm_overhead [--out FOLDER] [--native PYTHON]` in `integration_tests`, with an interpreter that
 has an affected vLLM; `PYTHON` is one that has vLLM 0.27 or later. Only ratios mean anything: the requests are tiny and
-there is no model, so that a step here is all scheduler. Each case is measured in several sets of fresh processes, in
-turns within a set; see `vllm_steps` for the cases.
+there is no model, so that a step here is all scheduler. Each case is measured in several fresh processes, in each with
+and without in turns; see `vllm_steps` for the cases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measuring import Ratio, Report, arguments, compare, finish, pooled, row
-from bench.vllm_steps import CASES, Order
+from bench.vllm_steps import CASES, TREATMENTS, Order
 
 TARGET = 1.01
 SIZES = (10, 100, 1000)
@@ -36,11 +36,11 @@ class Fleet:
     def __init__(self, pythons: dict[str, str], folder: str) -> None:
         self._listeners = {name: Listener(str(Path(folder) / name)) for name in pythons}
         self._processes = [_start(python, self._listeners[name].address) for name, python in pythons.items()]
-        self._hosts = {name: listener.accept() for name, listener in self._listeners.items()}
+        self.hosts = {name: listener.accept() for name, listener in self._listeners.items()}
 
     def end(self) -> None:
         """Ends them."""
-        for host in self._hosts.values():
+        for host in self.hosts.values():
             host.send(None)
         for process in self._processes:
             process.wait(timeout=60)
@@ -49,7 +49,7 @@ class Fleet:
 
     def child(self, host: str, order: Order) -> Any:
         """The connection to a fresh child that is ready to be asked."""
-        self._hosts[host].send(order)
+        self.hosts[host].send(order)
         child = self._listeners[host].accept()
         answer = child.recv()
         if answer != "ready":
@@ -63,31 +63,34 @@ def _start(python: str, address: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([python, "-m", "bench.vllm_steps", address], env=environment)
 
 
-def measured(fleet: Fleet, case: str, requests: int, treatments: dict[str, str], rounds: int) -> dict[str, list[float]]:
-    """Seconds per step by treatment, round by round, in one set of fresh processes.
+def measured(fleet: Fleet, order: Order, rounds: int) -> dict[str, list[float]]:
+    """Seconds per step by treatment, round by round, in one fresh process for each host.
 
     Args:
-        fleet: Where to fork them.
-        case: As in `Order`.
-        requests: As in `Order`.
-        treatments: Treatment to the name of its host.
+        fleet: Where to fork it.
+        order: What to measure.
         rounds: Blocks of each treatment.
     """
-    children = {name: fleet.child(host, Order(case, requests, name)) for name, host in treatments.items()}
-    figures: dict[str, list[float]] = {name: [] for name in children}
-    steps = max(1, _BLOCK // requests)
-    names = list(children)
-    for number in range(-4, rounds):
-        for name in names if number % 2 else reversed(names):
-            children[name].send(steps)
-            figure = children[name].recv()
+    children = {host: fleet.child(host, order) for host in fleet.hosts}
+    turns = [("affected", treatment) for treatment in TREATMENTS]
+    turns += [("native", "without")] if "native" in children else []
+    figures: dict[str, list[float]] = {_name(*turn): [] for turn in turns}
+    steps = max(1, _BLOCK // order.requests)
+    for number in range(-2, rounds):
+        for host, treatment in turns if number % 2 else reversed(turns):
+            children[host].send((treatment, steps))
+            figure = children[host].recv()
             if number >= 0:
-                figures[name].append(figure)
-        names.append(names.pop(0))
+                figures[_name(host, treatment)].append(figure)
+        turns.append(turns.pop(0))
     for child in children.values():
         child.send(None)
         child.close()
     return figures
+
+
+def _name(host: str, treatment: str) -> str:
+    return "native" if host == "native" else treatment
 
 
 def main() -> int:
@@ -97,10 +100,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, choices=SIZES, action="append", help="only so many; may be repeated")
     options = parser.parse_args()
     sets, rounds = (2, 10) if options.quick else (10, 40)
-    treatments = dict.fromkeys(("without", "with", "empty wrappers"), "affected")
     pythons = {"affected": sys.executable}
     if options.native:
-        treatments["native"] = "native"
         pythons["native"] = options.native
     cases = [(case, number) for case in options.case or CASES for number in options.requests or SIZES]
     runs: dict[tuple[str, int, str], list[Ratio]] = {}
@@ -108,14 +109,14 @@ def main() -> int:
         fleet = Fleet(pythons, folder)
         for _ in range(sets):
             for case, requests in cases:
-                figures = measured(fleet, case, requests, treatments, rounds)
+                figures = measured(fleet, Order(case, requests), rounds)
                 without = [each * 1e6 for each in figures.pop("without")]
                 for name, found in figures.items():
                     ratio = compare(without, [each * 1e6 for each in found])
                     runs.setdefault((case, requests, name), []).append(ratio)
         fleet.end()
     report = Report("vllm_overhead")
-    for name in [name for name in treatments if name != "without"]:
+    for name in list(dict.fromkeys(name for _, _, name in runs)):
         for case, requests in cases:
             ratio = pooled(runs[case, requests, name])
             # From the ratio: medians of either side lie further apart than pairs do on a busy machine.

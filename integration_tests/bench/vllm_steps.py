@@ -1,8 +1,9 @@
 """The worker side of `vllm_overhead`: real scheduling steps of the installed vLLM, timed in a forked child.
 
 Run by `vllm_overhead` as `python -m bench.vllm_steps SOCKET`. The process imports vLLM once and forks a child for each
-`Order` it is sent; so the children of one process have everything in common except what is measured. A child answers
-each message with the CPU seconds of a scheduling step, as the mean of a block of steps.
+`Order` it is sent. A child answers each message, a treatment and a number of steps, with the CPU seconds of a
+scheduling step, as the mean of those steps. What is in place changes in one process, from block to block: two
+processes differ by some per cent in how their memory happens to lie, whatever is in place.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 #: Prompts are whole blocks and one token more; a lookup finds all of the blocks but for the requests' first.
 BLOCK, PROMPT = 16, 33
 CASES = ("deferred", "admitted", "decode")
-TREATMENTS = ("without", "with", "empty wrappers", "native")
+#: Requests in the steps that CPython gets to specialise its code for what has just been put in place.
+_MEETING = 200
+#: "without" kvmend, "with" it, and with "empty wrappers" in place of kvmend's that only pass the call on, which is what
+#: any wrapper in Python costs.
+TREATMENTS = ("without", "with", "empty wrappers")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,19 +38,18 @@ class Order:
         case: "deferred": a KV connector answers "not yet" for every waiting request. "admitted": all are admitted in
             one step. "decode": all are running and get one token each.
         requests: Number of requests in the step.
-        treatment: "without" kvmend, "with" it, with "empty wrappers" in place of kvmend's that only pass the call on
-            (what any wrapper in Python costs), or "native", which is "without" on a release that needs no fix.
     """
 
     case: str
     requests: int
-    treatment: str
 
 
 def main() -> None:
     """Forks a child for each order that comes in."""
     from kvmend_fixes.proofs import _vllm_rig as rig
 
+    # All on one core, which they take in turns: two cores of a machine are seldom equally busy.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     # What the first scheduler imports and caches is paid here.
     rig.build_scheduler(num_blocks=64, connector=True)
     gc.collect()
@@ -67,30 +71,49 @@ def serve(order: Order) -> None:
     """A child: makes what is ordered, then times a block whenever it is asked to."""
     with Client(sys.argv[1]) as parent:
         try:
-            treat(order.treatment)
+            put = treatments()
             block = MAKERS[order.case](order.requests)
             parent.send("ready")
         except Exception as error:  # a child that only dies would leave the parent waiting
             parent.send(f"{type(error).__name__}: {error}")
             return
-        while (steps := parent.recv()) is not None:
+        while (asked := parent.recv()) is not None:
+            treatment, steps = asked
+            put(treatment)
+            block(max(1, _MEETING // order.requests))
             parent.send(block(steps))
 
 
-def treat(treatment: str) -> None:
-    """Puts in place what is measured."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+def treatments() -> Callable[[str], None]:
+    """A function that puts a treatment in place; on a release that needs no fix, all are the release itself."""
+    from kvmend.loading import apply_all, remove_all
+    from kvmend_fixes.vllm.prefix_stats import FIX
 
-    if treatment == "with":
-        from kvmend.loading import apply_all
+    os.environ["KVMEND"] = "1"
+    (outcome,) = [result.outcome for result in apply_all("vllm") if result.fix == FIX.id]
+    places = [_place(site.module, site.qualname) for site in FIX.sites if site.module in sys.modules]
+    with_ = [vars(owner).get(name) for owner, name in places]
+    remove_all()
+    without = [vars(owner).get(name) for owner, name in places]
+    if outcome not in ("applied", "already_fixed"):
+        raise RuntimeError(f"vllm-prefix-stats is {outcome}")
+    empty = [
+        passing_on(function) if name in ("get_computed_blocks", "allocate_slots") else function
+        for function, (_, name) in zip(without, places, strict=True)
+    ]
+    functions = {"without": without, "with": with_, "empty wrappers": empty}
 
-        os.environ["KVMEND"] = "1"
-        found = {result.fix: str(result.outcome) for result in apply_all("vllm")}
-        if found.get("vllm-prefix-stats") != "applied":
-            raise RuntimeError(f"vllm-prefix-stats is not applied: {found}")
-    elif treatment == "empty wrappers":
-        KVCacheManager.get_computed_blocks = passing_on(KVCacheManager.get_computed_blocks)
-        KVCacheManager.allocate_slots = passing_on(KVCacheManager.allocate_slots)
+    def put(treatment: str) -> None:
+        for (owner, name), function, now in zip(places, functions[treatment], without, strict=True):
+            if now is not None:
+                setattr(owner, name, function)
+
+    return put
+
+
+def _place(module: str, qualname: str) -> tuple[Any, str]:
+    owner, _, name = qualname.rpartition(".")
+    return getattr(sys.modules[module], owner, object), name
 
 
 def passing_on(original: Callable[..., Any]) -> Callable[..., Any]:

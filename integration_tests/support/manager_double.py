@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,9 @@ class Stats:
         return self.preempted_requests, self.preempted_queries, self.preempted_hits
 
 
+_ids = itertools.count()
+
+
 @dataclass
 class Request:
     """What the seams read of a request."""
@@ -47,6 +51,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.block_hashes: list[int] = []
+        self.request_id = f"request {next(_ids)}"
 
 
 @dataclass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import random
 import weakref
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvmend_fixes.vllm import _lookup_holds
+from kvmend_fixes.vllm._lookups import KEPT
 from support.manager_double import GENERATIONS, Request, Rig, Stats, make_rig
 
 EVERY = pytest.mark.parametrize("generation", GENERATIONS)
@@ -304,17 +308,84 @@ def test_a_probe_with_a_request_of_ones_own_kind_passes_through_and_counts_nothi
 
 
 @AT_THE_LOOKUP
-def test_slots_for_a_running_request_drop_its_lookup_also_if_it_is_preempted_then(generation: str) -> None:
+def test_a_probe_of_a_running_request_is_replaced_by_the_lookup_after_its_preemption(generation: str) -> None:
     rig = make_rig(generation)
-    probed, other = Request(num_computed_tokens=32), Request(num_computed_tokens=32)
-    rig.lookup(probed)
-    rig.lookup(other)
-    assert rig.admit(probed)
-    probed.num_computed_tokens = other.num_computed_tokens = 0
-    assert rig.admit(probed)
-    assert counts(rig) == NOTHING
-    assert rig.admit(other)
+    request = Request(num_computed_tokens=32)
+    rig.lookup(request, 10)
+    assert rig.admit(request)
+    request.num_computed_tokens = 0
+    rig.lookup(request, 30)
+    assert rig.admit(request)
+    assert counts(rig) == (1, 100, 30)
+
+
+@AT_THE_LOOKUP
+def test_the_last_31_lookups_are_remembered(generation: str) -> None:
+    for probes, right in ((30, (1, 100, 60)), (31, NOTHING)):
+        rig = make_rig(generation)
+        request = Request()
+        rig.lookup(request)
+        for _ in range(probes):
+            rig.lookup(Request(num_tokens=1000))
+        assert rig.admit(request)
+        assert counts(rig) == right
+        assert rig.counted["held"] == probes + 1
+
+
+def test_lookups_that_record_nothing_take_no_place_and_find_nothing_of_an_earlier_one() -> None:
+    rig = make_rig("record")
+    request, silent = Request(), Request(num_tokens=7, skip_reading_prefix_cache=True)
+    for _ in range(40):
+        rig.lookup(Request(num_tokens=1000))
+    rig.lookup(request)
+    for _ in range(40):
+        rig.lookup(silent)
+    assert rig.admit(silent)
+    assert rig.admit(request)
     assert counts(rig) == (1, 100, 60)
+
+
+@EVERY
+def test_held_lookups_of_managers_that_are_gone_stay_counted(generation: str) -> None:
+    one = make_rig(generation)
+    two = Rig(manager=type(one.manager)(), counters=one.counters, generation=generation)
+    for rig in (one, two):
+        for _ in range(35):
+            rig.lookup(Request())
+        counts(rig)
+    one.manager = None
+    gc.collect()
+    assert two.counted == {"held": 70, "settled": 0, "dropped": 70}
+
+
+@EVERY
+def test_a_forked_child_counts_from_zero(generation: str) -> None:
+    rig = make_rig(generation)
+    for _ in range(35):
+        rig.lookup(Request())
+    counts(rig)
+    rig.counters.reset()
+    assert rig.counted == {"held": 0, "settled": 0, "dropped": 0}
+    request = Request()
+    rig.lookup(request)
+    rig.lookup(request)
+    rig.admit(request)
+    assert rig.counted == {"held": 2, "settled": 1, "dropped": 1}
+
+
+@EVERY
+def test_a_manager_can_be_copied_and_sent_elsewhere_and_starts_there_without_a_lookup(generation: str) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    rig.manager.get_computed_blocks(request)
+    for keeper in (copy.deepcopy(rig.manager._kvmend_keeper), pickle.loads(pickle.dumps(rig.manager._kvmend_keeper))):
+        rig.manager._kvmend_keeper = keeper
+        assert rig.admit(request)
+        request.num_computed_tokens = 0
+        rig.lookup(request)
+        assert rig.admit(request)
+        request.num_computed_tokens = 0
+    assert counts(rig) == (2, 200, 120)
 
 
 def test_the_wrappers_look_like_what_they_wrap() -> None:
@@ -354,8 +425,6 @@ def test_a_dropped_request_and_a_dropped_manager_are_not_kept_alive_by_the_fix(g
     assert gone() is None
     manager = weakref.ref(rig.manager)
     rig.manager = None
-    import gc
-
     gc.collect()
     assert manager() is None
 
@@ -401,7 +470,8 @@ def test_an_inline_lookup_that_records_nothing_is_not_counted_as_held() -> None:
 def test_random_sequences_count_what_a_ledger_counts(generation: str) -> None:
     for seed in range(60):
         chance, rig, ledger, total = random.Random(seed), make_rig(generation), [0] * 6, [0] * 6
-        pending: dict[int, tuple[int, bool]] = {}
+        pending: dict[int, list[tuple[int, bool, int]]] = {}
+        lookups = 0
         waiting = [Request(num_tokens=chance.randrange(1, 500)) for _ in range(6)]
         for _ in range(120):
             request = chance.choice(waiting)
@@ -410,16 +480,22 @@ def test_random_sequences_count_what_a_ledger_counts(generation: str) -> None:
             if action.startswith("lookup"):
                 hits = chance.randrange(request.num_tokens + 1)
                 rig.lookup(request, hits)
-                found = {id(request): (hits, request.preempted)}
-                pending = found if generation == "inline" else pending | found
+                lookups += 1
+                if generation == "inline":  # one is known at a time
+                    pending = {}
+                pending.setdefault(id(request), []).append((hits, request.preempted, lookups))
             if action.endswith("admit"):
                 fresh = request.num_computed_tokens == 0
-                if rig.admit(request) and fresh and id(request) in pending:
-                    hits, preempted = pending[id(request)]
-                    place = 3 if preempted else 0
-                    for offset, value in enumerate((1, request.num_tokens, hits)):
-                        ledger[place + offset] += value
-                pending = {} if generation == "inline" else {k: v for k, v in pending.items() if k != id(request)}
+                admitted = rig.admit(request)
+                own = pending.get(id(request), [])
+                if fresh and own:
+                    hits, preempted, number = own.pop()
+                    if admitted and number > lookups - KEPT:
+                        place = 3 if preempted else 0
+                        for offset, value in enumerate((1, request.num_tokens, hits)):
+                            ledger[place + offset] += value
+                if fresh and generation == "inline":
+                    pending = {}
             if action == "step":
                 stats = rig.manager.make_prefix_cache_stats()
                 total = [old + new for old, new in zip(total, (*stats.counts, *stats.preempted), strict=True)]

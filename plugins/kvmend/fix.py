@@ -216,6 +216,7 @@ class Fix:
         bodies: What it relies on without touching it.
         probe: Judges source; pure.
         counters: Names of the counters, in the order they are shown, with their meaning.
+        may_fall: Those of the counters that are computed and may fall; every other one only rises.
         modes: Switch values beyond "1", "0" and "force"; the first is what "1" and "force" mean.
         fingerprints: "package:file.json" of the table of known sources, or "" if there is none.
         proof: "module" with a function `measure() -> list[Case]`, run in a subprocess by `kvmend verify`; "" if none.
@@ -237,6 +238,7 @@ class Fix:
     probe: Probe
     bodies: tuple[Body, ...] = ()
     counters: Mapping[str, str] = field(default_factory=dict)
+    may_fall: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     fingerprints: str = ""
     proof: str = ""
@@ -257,6 +259,9 @@ class Fix:
         for name in self.counters:
             if not name.isidentifier():
                 raise FixDeclarationError(f"fix {self.id}: counter {name!r} is not an identifier")
+        for name in self.may_fall:
+            if name not in self.counters:
+                raise FixDeclarationError(f"fix {self.id}: {name!r} in may_fall is none of its counters")
 
     @property
     def read(self) -> tuple[Body, ...]:

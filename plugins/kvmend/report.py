@@ -52,7 +52,7 @@ def snapshot(*, ended: bool = False) -> dict[str, Any]:
                 "shadowed_by": list(result.shadowed_by),
                 "inherited": JOURNAL.entries[result.fix].inherited,
                 "counters": JOURNAL.entries[result.fix].counters.as_dict(),
-                "derived": list(JOURNAL.entries[result.fix].counters.derived()),
+                "derived": list(JOURNAL.entries[result.fix].plan.fix.may_fall),
             }
             for result in applier.results()
         ]

@@ -27,15 +27,16 @@ thousand steps counts a thousand times."""
 
 HOW = """\
 What the original counts during a lookup is held back: while it runs, a stand-in takes the place of the manager's
-statistics object, and the request keeps what was counted for it, three numbers. When the request is then admitted
-(`allocate_slots` returns blocks and the request had none computed) it is settled into the statistics, once, by the
-original's own counters. A new lookup of the request replaces it, a failed admission or slots for a running request
-drop it. On 0.24 - 0.26 `schedule()` itself looks up and counts for hybrid (Mamba) models with a connector; there the
-counters are noted after the lookup and put back unless the same request is admitted.
+statistics object and keeps what was counted, three numbers and the request's id. When the request is then admitted
+(`allocate_slots` returns blocks and the request had none computed) they are settled into the statistics, once, by the
+original's own counters. A new lookup of the request replaces them, a failed admission drops them; the last 31 lookups
+of a manager are remembered, so that probes in between do not matter. On 0.24 - 0.26 `schedule()` itself looks up and
+counts for hybrid (Mamba) models with a connector; there the counters are noted after the lookup and put back unless
+the same request is admitted.
 
 Safe because: what is scheduled does not depend on these counters; return values pass through untouched whatever their
 number; the statistics object that others hold stays the same object between two `make_prefix_cache_stats` calls;
-nothing is kept beyond the last lookup of a request that is alive; nothing is copied from vLLM, so a scheduler of one's
+nothing refers to a request; nothing is copied from vLLM, so a scheduler of one's
 own is counted as well."""
 
 REMOVE_WHEN = "The server runs vLLM 0.27.0 or later, which counts at admission itself; kvmend then says already_fixed."
@@ -131,6 +132,7 @@ FIX = Fix(
         "settled": "lookups counted at admission",
         "dropped": "lookups that led to no admission",
     },
+    may_fall=("dropped",),
     fingerprints="kvmend_fixes.fingerprints:vllm-prefix-stats.json",
     proof="kvmend_fixes.proofs.vllm_prefix_stats",
     demo="kvmend_fixes.demos.vllm_prefix_stats",
