@@ -160,6 +160,10 @@ def _spelt_out(
     manager, request, everything = names[0], names[1], ", ".join(names)
     optional = {f"default_{each.name}": each.default for each in parameters if each.default is not each.empty}
     signature = ", ".join(f"{name}=default_{name}" if f"default_{name}" in optional else name for name in names)
+    # Spelt out as well, where it is one call.
+    settling = "settle(stats_, lookup_)"
+    if settle is _record:
+        settling = "stats_.record(lookup_.num_tokens, lookup_.num_hits, lookup_.preempted)"
     source = f"""
 def allocate_slots({signature}):
     if {request}.num_computed_tokens:
@@ -178,15 +182,11 @@ def allocate_slots({signature}):
         stats_ = {manager}.prefix_cache_stats
         if stats_ is not None:
             counters.settled += 1
-            {
-        "stats_.record(lookup_.num_tokens, lookup_.num_hits, lookup_.preempted)"
-        if settle is _record
-        else "settle(stats_, lookup_)"
-    }
+            {settling}
     return blocks_
 """
-    scope: dict[str, Any] = {"__name__": __name__, "original": original, "take": take, "settle": settle, **optional}
-    scope["counters"] = counters
+    scope: dict[str, Any] = {"__name__": __name__, "original": original, "take": take, "settle": settle}
+    scope |= {"counters": counters, **optional}
     exec(compile(source, __file__, "exec"), scope)
     made: Callable[..., Any] = scope["allocate_slots"]
     return made
