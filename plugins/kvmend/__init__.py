@@ -1,6 +1,6 @@
 """kvmend repairs pinned serving frameworks in place; see `kvmend --help`.
 
-Importing this package imports nothing else, `__future__` included: with the startup hook it happens in every process.
+Importing this package imports nothing else.
 """
 
 __version__ = "0.1.0"

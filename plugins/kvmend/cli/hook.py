@@ -21,14 +21,9 @@ from kvmend.cli.catalogue import all_fixes
 from kvmend.cli.output import reader_may_leave
 from kvmend.errors import UsageError
 
-#: `site` reads these files in the order of their names: editable installs of kvmend come before this one.
 FILE = "kvmend_startup.pth"
 _FIRST = '# The startup hook of kvmend: "kvmend hook enable" wrote this file, "kvmend hook disable" removes it.'
-_LINE = (
-    'import os; os.environ.get("KVMEND") == "0" or '
-    'exec("try:\\n from kvmend.startup import watch\\n watch({names})\\nexcept Exception:\\n pass")'
-)
-_OURS = re.compile(re.escape(_LINE).replace(re.escape("{names}"), r"((?:'\w+', )*'\w+')"))
+_OURS = re.compile(re.escape(startup.LINE).replace(re.escape("{names}"), r"((?:'\w+', )*'\w+')"))
 #: Seconds that one start of an interpreter may take.
 _PATIENCE = 30
 
@@ -76,7 +71,7 @@ def read_hook(folder: Path | None = None) -> Hook:
 
 def content(packages: Sequence[str]) -> str:
     """The file that watches for these packages."""
-    return f"{_FIRST}\n{_LINE.replace('{names}', ', '.join(map(repr, packages)))}\n"
+    return f"{_FIRST}\n{startup.line(packages)}\n"
 
 
 @click.group("hook")
@@ -193,7 +188,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _watched_by_a_new_interpreter() -> tuple[str, ...]:
-    code = "import sys; m = sys.modules.get('kvmend.startup'); print(','.join(m.watched()) if m else '')"
+    code = "from kvmend.startup import watched; print(','.join(watched()))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {settings.MASTER: "1"},
