@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 import kvmend as package
 from kvmend.cli import verify
-from support.interpreter import kvmend
+from support.interpreter import SOURCES, kvmend
+from support.toyfix import make_fix
 from support.toyfw import register_fix, write_module, write_release
 
 SCHEMA = json.loads((Path(package.__file__).parent / "verify.schema.json").read_text(encoding="utf-8"))
@@ -193,8 +195,50 @@ def test_a_measurement_that_does_not_end_is_ended_with_all_that_it_started(root:
         3,
         "cannot be shown here, because there was no answer within 20 s; --timeout allows more",
     )
-    state = Path("/proc", (root / "child").read_text(), "stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert ended((root / "child").read_text())
+
+
+def ended(process: str) -> bool:
+    """Whether the process with this number is no more."""
+    state = Path("/proc", process, "stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+#: A proof's first lines: which side it is, noted in `root`, and how many were noted once `many` are or time is up.
+_NOTED = """import os, pathlib, time
+    root, side = pathlib.Path({root!r}), os.environ["KVMEND_TOY_COUNT"]
+    (root / f"{{side}}.part").write_text(str(os.getpid()))
+    (root / f"{{side}}.part").rename(root / f"{{side}}.side")
+    until = time.monotonic() + 60
+    while len(list(root.glob("*.side"))) < {many} and time.monotonic() < until:
+        time.sleep(0.01)
+    """
+
+
+def measured(root: Path, monkeypatch: pytest.MonkeyPatch, *, room: bool, end: str) -> list[dict[str, Any]]:
+    """The answers of a proof that ends so, with or without room for both sides."""
+    proof(root, _NOTED.format(root=str(root), many=2 if room else 1) + end)
+    monkeypatch.setattr(verify, "room_for_two", lambda _memory: room)
+    packages = (root, *SOURCES, Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, packages)))
+    return verify._measured(make_fix(proof="toy_proof"), 90, "toy")
+
+
+@pytest.mark.parametrize(("room", "noted"), [(True, [2, 2]), (False, [1, 2])])
+def test_both_sides_are_measured_at_once_where_there_is_room_and_else_one_after_the_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch, room: bool, noted: list[int]
+) -> None:
+    """Catches a verdict that takes twice as long as it need, and two frameworks in a memory that holds one."""
+    end = "return [Case(name=side, expected=0, measured=len(list(root.glob('*.side'))))]"
+    cases = [answer["cases"][0] for answer in measured(root, monkeypatch, room=room, end=end)]
+    assert [(case["name"], case["measured"]) for case in cases] == list(zip("01", noted, strict=True))
+
+
+def test_a_side_that_fails_ends_the_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = "if side == '0': raise RuntimeError('no engine here')\n    time.sleep(600)"
+    answers = measured(root, monkeypatch, room=True, end=end)
+    assert answers == [{"error": "the measuring process ended with 1: RuntimeError: no engine here"}]
+    assert ended((root / "1.side").read_text())
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon"])
