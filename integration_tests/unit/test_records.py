@@ -28,7 +28,10 @@ from support.toyfix import TOYFW, make_fix, site
         ({"sites": (site("f", "toyfwx.mod"),)}, "fix toy-count: toyfwx.mod:f is not in the package 'toyfw'"),
         ({"bodies": (api.Body(module="os", qualname="walk"),)}, "os:walk is not in the package"),
         ({"counters": {"not a name": ""}}, "fix toy-count: counter 'not a name' is not an identifier"),
-        ({"counters": {"calls": ""}, "may_fall": ("left",)}, "fix toy-count: 'left' in may_fall is none of its counters"),
+        (
+            {"counters": {"calls": ""}, "may_fall": ("left",)},
+            "fix toy-count: 'left' in may_fall is none of its counters",
+        ),
     ],
 )
 def test_a_record_that_makes_no_sense_is_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
