@@ -22,10 +22,6 @@ class Asked(Request):
 
     num_preemptions = 0
 
-    @property
-    def request_id(self) -> int:
-        return id(self)
-
 
 def make_manager_class(*, caching: bool = True, stats: bool = True) -> Any:
     """A manager class that counts only when told to, with nothing over its methods yet."""
