@@ -26,6 +26,7 @@ from kvmend.api import (
     reached,
 )
 from kvmend_fixes.vllm import VLLM
+from kvmend_fixes.vllm._scheduler_source import MANAGER, SCHEDULER, counting_bodies
 
 WHY = """\
 Symptom: `vllm:prefix_cache_queries` and `vllm:prefix_cache_hits` stay at 0 for ever, although prefixes are found and
@@ -50,8 +51,6 @@ REMOVE_WHEN = (
     "The scheduler class in use calls record_prefix_cache_stats at each admission, as vLLM's does since 0.27.0."
 )
 
-_MANAGER = "vllm.v1.core.kv_cache_manager"
-_SCHEDULER = "vllm.v1.core.sched.scheduler"
 _COUNT = "record_prefix_cache_stats"
 _HITS = "num_new_computed_tokens"
 
@@ -206,13 +205,11 @@ def probe(sources: Sources) -> Finding:
     Affected: `schedule()` calls `record_prefix_cache_stats`. Not affected: the lookup counts. Fixed: the admission
     does, whatever the scheduler.
     """
-    lookup = sources.body(_MANAGER, "KVCacheManager.get_computed_blocks")
-    admission = sources.body(_MANAGER, "KVCacheManager.allocate_slots")
-    schedule = sources.body(_SCHEDULER, "Scheduler.schedule")
-    if lookup is None or admission is None or schedule is None:
-        missing = "get_computed_blocks" if lookup is None else "allocate_slots" if admission is None else "schedule"
-        return Finding(state=UNKNOWN, reason=f"there is no {missing} where vLLM's V1 scheduler keeps it")
-    if sources.body(_MANAGER, f"KVCacheManager.{_COUNT}") is None:
+    bodies = counting_bodies(sources)
+    if isinstance(bodies, Finding):
+        return bodies
+    lookup, admission, schedule = bodies
+    if sources.body(MANAGER, f"KVCacheManager.{_COUNT}") is None:
         if _names(lookup) & {"record", "queries"}:
             return Finding(state=NOT_AFFECTED, reason="the lookup itself counts, whatever the scheduler")
         return Finding(state=UNKNOWN, reason="neither the lookup nor schedule() counts lookups in a known way")
@@ -240,14 +237,14 @@ FIX = Fix(
         "https://github.com/vllm-project/vllm/pull/48860",
     ),
     releases="0.27.0 – 0.33.0",
-    sites=(Site(module=_MANAGER, qualname="KVCacheManager.__init__", wrap=meet_manager),),
+    sites=(Site(module=MANAGER, qualname="KVCacheManager.__init__", wrap=meet_manager),),
     bodies=(
-        Body(module=_MANAGER, qualname="KVCacheManager.get_computed_blocks"),
-        Body(module=_MANAGER, qualname="KVCacheManager.get_computed_blocks_for_connector"),
-        Body(module=_MANAGER, qualname="KVCacheManager.allocate_slots"),
-        Body(module=_MANAGER, qualname="KVCacheManager.prefix_cache_lookup_enabled"),
-        Body(module=_MANAGER, qualname=f"KVCacheManager.{_COUNT}"),
-        Body(module=_SCHEDULER, qualname="Scheduler.schedule"),
+        Body(module=MANAGER, qualname="KVCacheManager.get_computed_blocks"),
+        Body(module=MANAGER, qualname="KVCacheManager.get_computed_blocks_for_connector"),
+        Body(module=MANAGER, qualname="KVCacheManager.allocate_slots"),
+        Body(module=MANAGER, qualname="KVCacheManager.prefix_cache_lookup_enabled"),
+        Body(module=MANAGER, qualname=f"KVCacheManager.{_COUNT}"),
+        Body(module=SCHEDULER, qualname="Scheduler.schedule"),
     ),
     probe=probe,
     counters={

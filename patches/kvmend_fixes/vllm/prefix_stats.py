@@ -15,6 +15,7 @@ from kvmend_fixes.vllm._lookup_holds import (
     meet_manager,
     settle_admission,
 )
+from kvmend_fixes.vllm._scheduler_source import MANAGER, SCHEDULER, counting_bodies
 
 WHY = """\
 Symptom: `vllm:prefix_cache_queries` and `vllm:prefix_cache_hits` grow by more tokens than were sent, and the hit rate
@@ -41,9 +42,7 @@ own is counted as well."""
 
 REMOVE_WHEN = "The server runs vLLM 0.27.0 or later, which counts at admission itself; kvmend then says already_fixed."
 
-_MANAGER = "vllm.v1.core.kv_cache_manager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
-_SCHEDULER = "vllm.v1.core.sched.scheduler"
 _STATS = "vllm.v1.metrics.stats"
 
 
@@ -52,12 +51,10 @@ def probe(sources: Sources) -> Finding:
 
     Affected: the lookup counts. Fixed: it does not, and `schedule()` calls `record_prefix_cache_stats`.
     """
-    lookup = sources.body(_MANAGER, "KVCacheManager.get_computed_blocks")
-    admission = sources.body(_MANAGER, "KVCacheManager.allocate_slots")
-    schedule = sources.body(_SCHEDULER, "Scheduler.schedule")
-    if lookup is None or admission is None or schedule is None:
-        missing = "get_computed_blocks" if lookup is None else "allocate_slots" if admission is None else "schedule"
-        return Finding(state=UNKNOWN, reason=f"there is no {missing} where vLLM's V1 scheduler keeps it")
+    bodies = counting_bodies(sources)
+    if isinstance(bodies, Finding):
+        return bodies
+    lookup, _, schedule = bodies
     features = set()
     if _increments(lookup):
         features.add(IN_PLACE)
@@ -104,11 +101,11 @@ FIX = Fix(
     ),
     releases="0.8.5 – 0.26.0",
     sites=(
-        Site(module=_MANAGER, qualname="KVCacheManager.get_computed_blocks", wrap=hold_lookup),
-        Site(module=_MANAGER, qualname="KVCacheManager.allocate_slots", wrap=settle_admission),
-        Site(module=_MANAGER, qualname="KVCacheManager.__init__", wrap=meet_manager),
+        Site(module=MANAGER, qualname="KVCacheManager.get_computed_blocks", wrap=hold_lookup),
+        Site(module=MANAGER, qualname="KVCacheManager.allocate_slots", wrap=settle_admission),
+        Site(module=MANAGER, qualname="KVCacheManager.__init__", wrap=meet_manager),
         Site(
-            module=_MANAGER,
+            module=MANAGER,
             qualname="KVCacheManager.make_prefix_cache_stats",
             wrap=drop_inline_lookup,
             features=frozenset({INLINE}),
@@ -121,9 +118,9 @@ FIX = Fix(
         ),
     ),
     bodies=(
-        Body(module=_MANAGER, qualname="KVCacheManager.record_prefix_cache_stats"),
-        Body(module=_MANAGER, qualname="KVCacheManager.reset_prefix_cache"),
-        Body(module=_SCHEDULER, qualname="Scheduler.schedule"),
+        Body(module=MANAGER, qualname="KVCacheManager.record_prefix_cache_stats"),
+        Body(module=MANAGER, qualname="KVCacheManager.reset_prefix_cache"),
+        Body(module=SCHEDULER, qualname="Scheduler.schedule"),
         Body(module=_STATS, qualname="PrefixCacheStats"),
     ),
     probe=probe,
