@@ -23,7 +23,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What further runs give, in turn, and after that what was asked to run again."""
     runs: list[Any] = []
 
-    def pretend(release: str, tests: str, *, mended: bool, select: Any = ()) -> Run:
+    def pretend(release: str, tests: str, *, mended: bool, select: Any = (), conftest: bool = True) -> Run:
         found = runs.pop(0)
         runs.append(tuple(select))
         return found
