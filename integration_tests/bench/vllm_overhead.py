@@ -107,7 +107,8 @@ def main() -> int:
     runs: dict[tuple[str, int, str], list[Ratio]] = {}
     with tempfile.TemporaryDirectory(prefix="kvmend-bench-") as folder:
         fleet = Fleet(pythons, folder)
-        for _ in range(sets):
+        for number in range(sets):
+            print(f"  set {number + 1} of {sets}", file=sys.stderr, flush=True)
             for case, requests in cases:
                 figures = measured(fleet, Order(case, requests), rounds)
                 without = [each * 1e6 for each in figures.pop("without")]
