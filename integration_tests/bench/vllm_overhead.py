@@ -117,7 +117,7 @@ def main() -> int:
                     runs.setdefault((case, requests, name), []).append(ratio)
         fleet.end()
     report = Report("vllm_overhead")
-    for name in list(dict.fromkeys(name for _, _, name in runs)):
+    for name in dict.fromkeys(name for _, _, name in runs):
         for case, requests in cases:
             ratio = pooled(runs[case, requests, name])
             # From the ratio: medians of either side lie further apart than pairs do on a busy machine.

@@ -96,8 +96,7 @@ def settle_admission(original: Callable[..., Any], context: Context) -> Callable
         lookup = keeper.take(request)
         if keeper.inline_hashes is None:
             return lookup
-        if keeper.open_stats is not None:
-            hold_inline(keeper)
+        hold_inline(keeper)
         if keeper.inline_hashes is request.block_hashes:
             # The inline path counts whatever these two say; a lookup that may not read the cache is none.
             read = manager.enable_caching and not request.skip_reading_prefix_cache
@@ -221,8 +220,7 @@ def hold_inline_lookup(original: Callable[..., Any], context: Context) -> Callab
         manager = link() if link is not None else None
         if manager is not None and manager.prefix_cache_stats is not None:
             keeper = keeper_of(manager, counters)
-            if keeper.open_stats is not None:
-                hold_inline(keeper)
+            hold_inline(keeper)
             keeper.open_stats = manager.prefix_cache_stats
             keeper.open_before = counts_of(keeper.open_stats)
             keeper.inline_hashes = block_hashes
@@ -238,8 +236,7 @@ def drop_inline_lookup(original: Callable[..., Any], context: Context) -> Callab
     def make_prefix_cache_stats(manager: Any, *args: Any, **kwargs: Any) -> Any:
         keeper = getattr(manager, "_kvmend_keeper", None)
         if keeper is not None and keeper.inline_hashes is not None:
-            if keeper.open_stats is not None:
-                hold_inline(keeper)
+            hold_inline(keeper)
             drop_inline(keeper)
         if manager.coordinator not in _managers:
             _link(manager)

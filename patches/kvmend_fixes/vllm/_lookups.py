@@ -15,7 +15,6 @@ _PREEMPTED = tuple(f"preempted_{name}" for name in COUNTS)
 #: Lookups that a manager remembers. A request is admitted right after its own; what comes between are probes.
 KEPT = 31
 
-
 #: Whose a lookup is that has not been used yet.
 _NEVER = object()
 
@@ -137,10 +136,12 @@ def adopt(manager: Any, counters: Counters) -> Keeper:
 
 
 def keeper_of(manager: Any, counters: Counters) -> Keeper:
+    """The manager's keeper; one that was made before the fix came, or copied, gets its own here."""
     return getattr(manager, "_kvmend_keeper", None) or adopt(manager, counters)
 
 
 def held(counters: Counters) -> int:
+    """Lookups of all managers: of those alive from their keepers; `counters.held` has the others, and inline ones."""
     keepers = [each() for each in _keepers]
     return counters.held + sum(each.held() for each in keepers if each is not None and each.counters is counters)
 
@@ -149,8 +150,10 @@ counts_of: Callable[[Any], tuple[int, ...]] = operator.attrgetter(*COUNTS, *_PRE
 
 
 def hold_inline(keeper: Keeper) -> None:
-    """Takes what an inline lookup counted out of the statistics again; they are what they were before it."""
+    """Takes what an inline lookup counted, if one is open, out of the statistics: they are what they were before it."""
     stats, before = keeper.open_stats, keeper.open_before
+    if stats is None:
+        return
     now = counts_of(stats)
     if now != before:
         for name, value in zip((*COUNTS, *_PREEMPTED), before, strict=True):

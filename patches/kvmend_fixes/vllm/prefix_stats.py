@@ -30,7 +30,7 @@ HOW = """\
 What the original counts during a lookup is held back: while it runs, a stand-in takes the place of the manager's
 statistics object and keeps what was counted, three numbers and the request's id. When the request is then admitted
 (`allocate_slots` returns blocks and the request had none computed) they are settled into the statistics, once, by the
-original's own counters. A new lookup of the request replaces them, a failed admission drops them; the last 31 lookups
+original's own counters. The newest lookup of the request counts, and a failed admission drops it; the last 31 lookups
 of a manager are remembered, so that probes in between do not matter. On 0.24 - 0.26 `schedule()` itself looks up and
 counts for hybrid (Mamba) models with a connector; there the counters are noted after the lookup and put back unless
 the same request is admitted.
