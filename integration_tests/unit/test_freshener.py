@@ -28,7 +28,10 @@ STATE = Path(os.environ["KVMEND_STATE_DIR"])
 loading.load("toyfw")
 import toyfw.engine
 engine = toyfw.engine.Engine()
-until(lambda: STATE.is_dir() and os.getpid() in reports(STATE))
+def applied():
+    report = reports(STATE).get(os.getpid())
+    return report and [fix["outcome"] for fix in report["fixes"]] == ["applied"]
+until(applied)  # nothing moves any more, so nothing is being written
 """
 #: The log on standard output, in some format.
 _LOG = "import logging, sys\nlogging.basicConfig(level='INFO', stream=sys.stdout, format='{}')\n"
@@ -193,7 +196,7 @@ for _ in range(3):
     time.sleep(0.1)
 STATE.unlink()
 engine.lookup("a")
-until(lambda: STATE.is_dir() and os.getpid() in reports(STATE))
+until(applied)
 """
     log = toy / "log"
     before = f"import logging\nlogging.basicConfig(filename={str(log)!r}, format='%(name)s %(message)s')\n"
