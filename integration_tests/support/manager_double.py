@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -86,8 +87,23 @@ class Rig:
         return counted
 
 
-def make_rig(generation: str, *, caching: bool = True, stats: bool = True, arity: int = 2) -> Rig:
-    """A manager of one generation with the fix's wrappers over its methods."""
+def make_rig(
+    generation: str,
+    *,
+    caching: bool = True,
+    stats: bool = True,
+    arity: int = 2,
+    beneath: Mapping[str, Callable[[Any], Any]] | None = None,
+) -> Rig:
+    """A manager of one generation with the fix's wrappers over its methods.
+
+    Args:
+        generation: One of `GENERATIONS`.
+        caching: Whether the manager caches prefixes.
+        stats: Whether it keeps statistics.
+        arity: Number of values that a lookup returns.
+        beneath: Wrappers of somebody else's that were there before the fix, by the method's name.
+    """
 
     class HybridKVCacheCoordinator:
         def find_longest_cache_hit_per_group(self, block_hashes: list[int], max_length: int) -> str:
@@ -138,6 +154,8 @@ def make_rig(generation: str, *, caching: bool = True, stats: bool = True, arity
     context = Context(
         mode="1", features=features, facts={}, counters=Counters(FIX.counters), log=logging.getLogger("vllm")
     )
+    for method, wrap in (beneath or {}).items():
+        setattr(KVCacheManager, method, wrap(vars(KVCacheManager)[method]))
     for site in FIX.sites_for("1", features):
         holder, _, name = site.qualname.partition(".")
         setattr(holders[holder], name, site.wrap(vars(holders[holder])[name], context))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import pickle
 import random
 import weakref
@@ -290,6 +292,50 @@ def test_a_lookup_that_raises_puts_the_statistics_back_and_counts_nothing(genera
     assert counts(rig) == NOTHING
 
 
+def probing(method: Any) -> Any:
+    """Somebody else's wrapper with the method's own parameters, that looks up another request at each call."""
+
+    def probes(manager: Any, request: Any, *more: Any) -> Any:
+        if manager.probed is not None:
+            manager.probed, probed = None, manager.probed
+            manager.get_computed_blocks(probed)
+        return method(manager, request, *more)
+
+    with_parameters: dict[str, Any] = {"probes": probes}
+    names = [*inspect.signature(method).parameters][2:]
+    listed = "".join(f", {name}=0" for name in names)
+    exec(f"def probing(manager, request{listed}): return probes(manager, request, {', '.join(names)})", with_parameters)
+    return functools.wraps(method)(with_parameters["probing"])
+
+
+@AT_THE_LOOKUP
+@pytest.mark.parametrize("method", ["get_computed_blocks", "allocate_slots"])
+def test_what_somebody_elses_wrapper_beneath_looks_up_is_not_taken_for_the_requests_own(
+    generation: str, method: str
+) -> None:
+    rig = make_rig(generation, beneath={method: probing})
+    request = Request()
+    rig.manager.probed = Request(num_tokens=1000) if method == "get_computed_blocks" else None
+    rig.lookup(request)
+    if method == "allocate_slots":
+        rig.manager.probed = Request(num_tokens=1000)
+    assert rig.admit(request)
+    assert rig.manager.probed is None
+    assert counts(rig) == (1, 100, 60)
+
+
+@EVERY
+def test_statistics_that_are_switched_off_between_lookup_and_admission_cost_the_count_and_not_the_engine(
+    generation: str,
+) -> None:
+    rig = make_rig(generation)
+    request = Request()
+    rig.lookup(request)
+    rig.manager.prefix_cache_stats = None
+    assert rig.admit(request)
+    assert rig.counted["settled"] == 0
+
+
 @AT_THE_LOOKUP
 def test_a_probe_with_a_request_of_ones_own_kind_passes_through_and_counts_nothing(generation: str) -> None:
     class Bare:
@@ -330,6 +376,45 @@ def test_the_last_31_lookups_are_remembered(generation: str) -> None:
         assert rig.admit(request)
         assert counts(rig) == right
         assert rig.counted["held"] == probes + 1
+
+
+@AT_THE_LOOKUP
+@pytest.mark.parametrize("before", range(30, 35))
+def test_requests_admitted_right_after_their_lookups_push_none_out(generation: str, before: int) -> None:
+    """Whatever place of the ring the next lookup is written to, the last of a round among them."""
+    rig = make_rig(generation)
+    for _ in range(before):
+        rig.lookup(Request(num_tokens=1000))
+    waiting = Request()
+    rig.lookup(waiting)
+    for place in range(20):
+        for _ in range(5):
+            admitted = Request(num_tokens=10)
+            rig.lookup(admitted, 4)
+            assert rig.admit(admitted)
+        refused = Request(num_tokens=10)
+        rig.lookup(refused)
+        rig.manager.full = True
+        assert not rig.admit(refused)
+        rig.manager.full = False
+        if place % 2:
+            rig.lookup(Request(num_tokens=1000))
+    assert rig.admit(waiting)
+    assert counts(rig) == (101, 1100, 460)
+    assert rig.counted == {"held": before + 131, "settled": 101, "dropped": before + 30}
+
+
+@AT_THE_LOOKUP
+def test_admissions_in_the_reverse_order_of_their_lookups_count(generation: str) -> None:
+    rig = make_rig(generation)
+    for round_ in range(1, 20):
+        requests = [Request() for _ in range(KEPT)]
+        for request in requests:
+            rig.lookup(request)
+        for request in reversed(requests):
+            assert rig.admit(request)
+        assert counts(rig) == (KEPT, KEPT * 100, KEPT * 60)
+        assert rig.counted == {"held": KEPT * round_, "settled": KEPT * round_, "dropped": 0}
 
 
 def test_lookups_that_record_nothing_take_no_place_and_find_nothing_of_an_earlier_one() -> None:
@@ -389,8 +474,6 @@ def test_a_manager_can_be_copied_and_sent_elsewhere_and_starts_there_without_a_l
 
 
 def test_the_wrappers_look_like_what_they_wrap() -> None:
-    import inspect
-
     manager = type(make_rig("record").manager)
     assert manager.allocate_slots.__name__ == "allocate_slots"
     assert list(inspect.signature(manager.allocate_slots).parameters) == [
@@ -484,13 +567,13 @@ def test_random_sequences_count_what_a_ledger_counts(generation: str) -> None:
                 if generation == "inline":  # one is known at a time
                     pending = {}
                 pending.setdefault(id(request), []).append((hits, request.preempted, lookups))
-            if action.endswith("admit"):
+            own = pending.get(id(request), [])
+            if action.endswith("admit") and not (own and own[-1][2] <= lookups - KEPT):  # such a one may be forgotten
                 fresh = request.num_computed_tokens == 0
                 admitted = rig.admit(request)
-                own = pending.get(id(request), [])
                 if fresh and own:
-                    hits, preempted, number = own.pop()
-                    if admitted and number > lookups - KEPT:
+                    hits, preempted, _ = own.pop()
+                    if admitted:
                         place = 3 if preempted else 0
                         for offset, value in enumerate((1, request.num_tokens, hits)):
                             ledger[place + offset] += value

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmend.api import Context, Counters
-from kvmend_fixes.vllm._lookups import COUNTS, Lookup, adopt, counts_of, drop_inline, held, hold_inline, keeper_of
+from kvmend_fixes.vllm._lookups import Lookup, adopt, counts_of, drop_inline, dropped, hold_inline, keeper_of
 
 #: The lookup increments the statistics' attributes itself (0.8.5 - 0.11.0), instead of calling `record`.
 IN_PLACE = "in-place-counters"
@@ -20,12 +20,14 @@ INLINE = "inline-lookup"
 def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `KVCacheManager.get_computed_blocks(request)`: nothing it counts reaches the statistics yet."""
     counters = context.counters
-    counters.derive("held", lambda: held(counters))
-    # Not counted lookup by lookup: whatever was held and not settled was dropped.
-    counters.derive("dropped", lambda: held(counters) - counters.settled)
+    # Not counted lookup by lookup: a lookup that is not settled, or not yet, keeps its place in a ring.
+    counters.derive("held", lambda: dropped(counters) + counters.settled)
+    counters.derive("dropped", lambda: dropped(counters))
     recording = _recording if IN_PLACE in context.features else _as_it_is
-    if len(_by_position(original)) == 2:
-        return functools.wraps(original)(_holding(recording(original), counters))
+    if _is_upstreams(original):
+        look = recording(original)
+        careful = _holding(look, counters)
+        return functools.wraps(original)(careful if IN_PLACE in context.features else _holding_fast(look, careful))
 
     @functools.wraps(original)
     def get_computed_blocks(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,16 +43,13 @@ def _as_it_is(look: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _holding(look: Callable[[Any, Any], Any], counters: Counters) -> Callable[[Any, Any], Any]:
-    # Runs for every waiting request at every step, each of which takes 7 us. Nothing is made and nothing is counted up:
-    # an integer that is, or anything that a request keeps, moves through cold memory and costs 100 ns and more.
     def get_computed_blocks(manager: Any, request: Any) -> Any:
         stats = manager.prefix_cache_stats
         if stats is None:
             return look(manager, request)
-        try:
-            lookup = manager._kvmend_keeper.free
-        except AttributeError:
-            lookup = keeper_of(manager, counters).free
+        lookup = keeper_of(manager, counters).free
+        if lookup is stats:  # a wrapper beneath looks up something else in the middle of a lookup
+            lookup = lookup.next
         manager.prefix_cache_stats = lookup
         try:
             result = look(manager, request)
@@ -59,12 +58,37 @@ def _holding(look: Callable[[Any, Any], Any], counters: Counters) -> Callable[[A
             raise
         finally:
             manager.prefix_cache_stats = stats
+        # Somebody may probe with a request of a kind of their own, which no admission comes of.
+        lookup.request_id = getattr(request, "request_id", None)
+        return result
+
+    return get_computed_blocks
+
+
+def _holding_fast(look: Callable[[Any, Any], Any], careful: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same with nobody else's wrapper beneath.
+
+    Runs for every waiting request at every step, each of which takes 47,000 instructions: what is left out here, and
+    in the stand-in's `record`, counts. An object that is made, or a counter that goes up, costs more than the rest.
+    """
+
+    def get_computed_blocks(manager: Any, request: Any) -> Any:
+        stats = manager.prefix_cache_stats
+        if stats is None:
+            return look(manager, request)
         try:
+            lookup = manager._kvmend_keeper.free
             lookup.request_id = request.request_id
         except AttributeError:
-            # Somebody probes with a request of a kind of their own, which no admission comes of.
+            return careful(manager, request)
+        manager.prefix_cache_stats = lookup
+        try:
+            return look(manager, request)
+        except BaseException:
             lookup.request_id = None
-        return result
+            raise
+        finally:
+            manager.prefix_cache_stats = stats
 
     return get_computed_blocks
 
@@ -91,7 +115,13 @@ def settle_admission(original: Callable[..., Any], context: Context) -> Callable
     settle = _add if IN_PLACE in context.features else _record
 
     def take(manager: Any, request: Any) -> Lookup | None:
-        """What is to be settled if the request gets its slots; from now on it is pending no more."""
+        """What is to be settled if the request gets its slots; it is pending and counted as dropped no more."""
+        lookup = find(manager, request)
+        if lookup is not None:
+            counters.dropped -= 1
+        return lookup
+
+    def find(manager: Any, request: Any) -> Lookup | None:
         keeper = keeper_of(manager, counters)
         lookup = keeper.take(request)
         if keeper.inline_hashes is None:
@@ -104,64 +134,67 @@ def settle_admission(original: Callable[..., Any], context: Context) -> Callable
         drop_inline(keeper)
         return lookup
 
-    parameters = _by_position(original)
-    if parameters:
-        return functools.wraps(original)(_spelt_out(original, parameters, take, settle, counters))
-
     @functools.wraps(original)
     def allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        # Somebody else's wrapper is beneath; it may care which arguments come by name.
         lookup = None if request.num_computed_tokens else take(manager, request)
+        if lookup is None:
+            return original(manager, request, *args, **kwargs)
+        # Before the call: somebody else's wrapper may look up beneath, and write in the same place.
+        counted = lookup.num_tokens, lookup.num_hits, lookup.preempted
         blocks = original(manager, request, *args, **kwargs)
         stats = manager.prefix_cache_stats
-        if lookup is not None and blocks is not None and stats is not None:
+        if blocks is None or stats is None:
+            counters.dropped += 1
+        else:
+            settle(stats, *counted)
             counters.settled += 1
-            settle(stats, lookup)
         return blocks
 
-    return allocate_slots
+    if not _is_upstreams(original):
+        return allocate_slots
+    fast = _spelt_out(original, allocate_slots, settle, counters, inline=INLINE in context.features)
+    return functools.wraps(original)(fast)
 
 
-def _record(stats: Any, lookup: Lookup) -> None:
-    stats.record(lookup.num_tokens, lookup.num_hits, lookup.preempted)
+def _record(stats: Any, num_tokens: int, num_hits: int, preempted: bool) -> None:
+    stats.record(num_tokens, num_hits, preempted)
 
 
-def _add(stats: Any, lookup: Lookup) -> None:
-    for name in COUNTS:
-        setattr(stats, name, getattr(stats, name) + getattr(lookup, name))
+def _add(stats: Any, num_tokens: int, num_hits: int, _preempted: bool) -> None:
+    stats.requests += 1
+    stats.queries += num_tokens
+    stats.hits += num_hits
 
 
-def _by_position(original: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function that takes all of them by position; empty if it is another kind of function."""
-    parameters = list(inspect.signature(original, follow_wrapped=False).parameters.values())
-    return parameters if all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters) else []
+def _is_upstreams(original: Callable[..., Any]) -> bool:
+    """Whether this is vLLM's own method, as far as can be seen: no wrapper, and all parameters go by position."""
+    parameters = inspect.signature(original, follow_wrapped=False).parameters.values()
+    return not hasattr(original, "__wrapped__") and all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
 
 
 def _spelt_out(
     original: Callable[..., Any],
-    parameters: list[inspect.Parameter],
-    take: Callable[[Any, Any], Lookup | None],
-    settle: Callable[[Any, Lookup], None],
+    careful: Callable[..., Any],
+    settle: Callable[[Any, int, int, bool], None],
     counters: Counters,
+    inline: bool,
 ) -> Callable[..., Any]:
     """The wrapper of `allocate_slots` with the very parameters of the original.
 
     Every running request comes through here at every step. A wrapper that takes and passes on `*args, **kwargs`
     costs 300 ns a call, a tenth of what it wraps; one with the parameters spelt out costs 35 ns. Their names differ
     from release to release, so the function is made from the signature, as `dataclasses` makes an `__init__`. An
-    admission finds its lookup here, not in `take`, if nothing came in between: functions that have left the processor's
-    cache since the last admission cost hundreds of nanoseconds each.
+    admission right after its lookup is settled here; whatever came in between, `careful` has it.
     A request that has computed tokens is running, or resumed after an asynchronous load: not an admission that a
     lookup led to, whoever may have probed the cache for it.
     """
+    parameters = list(inspect.signature(original).parameters.values())
     names = [each.name for each in parameters]
     manager, request, everything = names[0], names[1], ", ".join(names)
     optional = {f"default_{each.name}": each.default for each in parameters if each.default is not each.empty}
     signature = ", ".join(f"{name}=default_{name}" if f"default_{name}" in optional else name for name in names)
-    # Spelt out as well, where it is one call.
-    settling = "settle(stats_, lookup_)"
-    if settle is _record:
-        settling = "stats_.record(lookup_.num_tokens, lookup_.num_hits, lookup_.preempted)"
+    stats = f"{manager}.prefix_cache_stats"
+    settling = f"{stats}.record(" if settle is _record else f"settle({stats}, "
     source = f"""
 def allocate_slots({signature}):
     if {request}.num_computed_tokens:
@@ -169,21 +202,23 @@ def allocate_slots({signature}):
     try:
         keeper_ = {manager}._kvmend_keeper
         lookup_ = keeper_.free.before
-        if lookup_.request_id == {request}.request_id and keeper_.inline_hashes is None:
-            lookup_.request_id = None
-        else:
-            lookup_ = take({manager}, {request})
     except AttributeError:
-        lookup_ = take({manager}, {request})
+        return careful({everything})
+    if lookup_.request_id != {request}.request_id{" or keeper_.inline_hashes is not None" if inline else ""}:
+        return careful({everything})
+    keeper_.free = lookup_
     blocks_ = original({everything})
-    if lookup_ is not None and blocks_ is not None:
-        stats_ = {manager}.prefix_cache_stats
-        if stats_ is not None:
-            counters.settled += 1
-            {settling}
+    if blocks_ is None:
+        counters.dropped += 1
+        return None
+    try:
+        {settling}lookup_.num_tokens, lookup_.num_hits, lookup_.preempted)
+        counters.settled += 1
+    except AttributeError:  # the manager has no statistics any more
+        counters.dropped += 1
     return blocks_
 """
-    scope: dict[str, Any] = {"__name__": __name__, "original": original, "take": take, "settle": settle}
+    scope: dict[str, Any] = {"__name__": __name__, "original": original, "careful": careful, "settle": settle}
     scope |= {"counters": counters, **optional}
     exec(compile(source, __file__, "exec"), scope)
     made: Callable[..., Any] = scope["allocate_slots"]

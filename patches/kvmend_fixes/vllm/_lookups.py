@@ -70,6 +70,8 @@ class Keeper:
 
     Plain lookups: a ring of `KEPT` and one more, `free`, which is written next; `free.before` was written last.
     Nothing is made and nothing is counted at a lookup, because either would cost more than the rest of the wrapper.
+    A newest lookup that an admission takes gives its place back, so that the next one is written where the processor's
+    cache still has it.
     Inline lookups: `inline_hashes` the request's block hashes, which name the request because the coordinator is not
     told which one it is; while it counts, `open_stats` the statistics it counts into and `open_before` their values
     before; and then `inline_lookup`, what it counted.
@@ -92,17 +94,21 @@ class Keeper:
         for place, lookup in enumerate(lookups):
             lookup.before, lookups[place - 1].next = lookups[place - 1], lookup
         self.free = lookups[0]
+        # Nobody's, on the way back only: what was written last in a round is looked for, but gives no place back,
+        # so that rounds only grow.
+        fence = Lookup(self, place=0)
+        fence.request_id, fence.before, self.free.before = None, self.free.before, fence
         self.open_stats: Any = None
         self.open_before: tuple[int, ...] = ()
         self.inline_hashes: Any = None
         self.inline_lookup: Lookup | None = None
 
-    def held(self) -> int:
-        """Plain lookups so far."""
+    def left(self) -> int:
+        """Plain lookups so far that have not given their place back."""
         return self.rounds * (KEPT + 1) + self.free.place
 
     def take(self, request: Any) -> Lookup | None:
-        """The request's last lookup, which is pending no more."""
+        """The request's last lookup, which is pending no more, though its place is still counted."""
         request_id, lookup = request.request_id, self.free.before
         while lookup.request_id != request_id:
             lookup = lookup.before
@@ -112,7 +118,7 @@ class Keeper:
         return lookup
 
     def __del__(self) -> None:
-        self.counters.held += self.held()
+        self.counters.dropped += self.left()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A manager that is copied or sent elsewhere has no lookup pending there.
@@ -140,10 +146,10 @@ def keeper_of(manager: Any, counters: Counters) -> Keeper:
     return getattr(manager, "_kvmend_keeper", None) or adopt(manager, counters)
 
 
-def held(counters: Counters) -> int:
-    """Lookups of all managers: of those alive from their keepers; `counters.held` has the others, and inline ones."""
+def dropped(counters: Counters) -> int:
+    """Lookups not settled: those in the rings of managers that are alive, and what `counters.dropped` adds to them."""
     keepers = [each() for each in _keepers]
-    return counters.held + sum(each.held() for each in keepers if each is not None and each.counters is counters)
+    return counters.dropped + sum(each.left() for each in keepers if each is not None and each.counters is counters)
 
 
 counts_of: Callable[[Any], tuple[int, ...]] = operator.attrgetter(*COUNTS, *_PREEMPTED)
@@ -162,7 +168,7 @@ def hold_inline(keeper: Keeper) -> None:
         lookup = keeper.inline_lookup = Lookup(keeper, 0)
         lookup.preempted = counted[0] == 0
         _, lookup.num_tokens, lookup.num_hits = counted[3:] if lookup.preempted else counted[:3]
-        keeper.counters.held += 1
+        keeper.counters.dropped += 1
     keeper.open_stats, keeper.open_before = None, ()
 
 
