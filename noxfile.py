@@ -190,9 +190,12 @@ def bench_vllm(session: nox.Session, release: str) -> None:
         return
     native = Path(session.virtualenv.location).with_name(f"bench_vllm-release-{BENCH_VLLM[0].replace('.', '-')}")
     options = ["--out", str(results_of(session)), *(["--quick"] if "--quick" in session.posargs else [])]
-    for name, more in (("vllm_overhead", ["--native", str(native / "bin" / "python")]), ("startup", [])):
-        if (HERE / "integration_tests" / "bench" / f"{name}.py").is_file():
-            session.run("python", "-m", f"bench.{name}", *options, *more, env=environment, success_codes=[0, 1])
+    for name, more in (
+        ("vllm_overhead", ["--native", str(native / "bin" / "python")]),
+        ("vllm_instructions", []),
+        ("startup", []),
+    ):
+        session.run("python", "-m", f"bench.{name}", *options, *more, env=environment, success_codes=[0, 1])
 
 
 @nox.session

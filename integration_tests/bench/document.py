@@ -23,6 +23,7 @@ _HERE = Path(__file__).resolve().parent
 #: Benchmarks with rows, in the order of the page; others follow by name.
 TITLES = {
     "vllm_overhead": "vLLM: a scheduler step",
+    "vllm_instructions": "vLLM: a scheduler step, in instructions",
     "fastdeploy_overhead": "FastDeploy: a prefill node's resource manager",
     "startup": "Start of a process",
 }

@@ -21,6 +21,13 @@ from bench.vllm_steps import CASES, TREATMENTS, Order
 
 TARGET = 1.01
 SIZES = (10, 100, 1000)
+#: How a treatment is called in a report.
+LABELS = {
+    "with": "kvmend",
+    "without again": "nothing, measured a second time",
+    "empty wrappers": "wrappers that only pass the call on, the least that any can cost",
+    "native": "a release that is natively fixed",
+}
 #: Requests in a block: so many that it takes milliseconds, and so few that a pair was taken within a moment.
 _BLOCK = 500
 
@@ -123,17 +130,9 @@ def main() -> int:
             # From the ratio: medians of either side lie further apart than pairs do on a busy machine.
             each = (ratio.median - 1) * ratio.without / requests * 1000
             target = TARGET if name == "with" else None
-            label = f"{case}, {requests} requests: {_LABELS[name]}"
+            label = f"{case}, {requests} requests: {LABELS[name]}"
             report.rows.append(row(label, "us per step", ratio, target, f"{each:+.0f} ns per request"))
     return finish(report, options.out)
-
-
-_LABELS = {
-    "with": "kvmend",
-    "without again": "nothing, measured a second time",
-    "empty wrappers": "wrappers that only pass the call on, the least that any can cost",
-    "native": "a release that is natively fixed",
-}
 
 
 if __name__ == "__main__":

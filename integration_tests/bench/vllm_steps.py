@@ -46,12 +46,9 @@ class Order:
 
 def main() -> None:
     """Forks a child for each order that comes in."""
-    from kvmend_fixes.proofs import _vllm_rig as rig
-
     # All on one core, which they take in turns: two cores of a machine are seldom equally busy.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    # What the first scheduler imports and caches is paid here.
-    rig.build_scheduler(num_blocks=64, connector=True)
+    first_scheduler()
     gc.collect()
     gc.freeze()
     with Client(sys.argv[1]) as orders:
@@ -65,6 +62,13 @@ def main() -> None:
                         break
                 except ChildProcessError:
                     break
+
+
+def first_scheduler() -> None:
+    """Pays for what the first scheduler of a process imports and caches."""
+    from kvmend_fixes.proofs import _vllm_rig as rig
+
+    rig.build_scheduler(num_blocks=64, connector=True)
 
 
 def serve(order: Order) -> None:

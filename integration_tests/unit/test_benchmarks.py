@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import document, plots, traces
+from bench import document, plots, traces, vllm_instructions
 from support.interpreter import ROOT
 
 BENCH = ROOT / "integration_tests" / "bench"
@@ -213,3 +213,23 @@ def test_without_trees_one_line_says_what_is_skipped(tmp_path: Path, monkeypatch
     (told,) = done.stdout.splitlines()
     assert told.startswith("FastDeploy benchmarks are skipped: no source tree")
     assert not list(tmp_path.iterdir())
+
+
+def test_without_valgrind_one_line_says_that_instructions_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["vllm_instructions", "--out", str(tmp_path)])
+    assert vllm_instructions.main() == 0
+    assert capsys.readouterr().out == "vllm_instructions skipped: there is no valgrind and no cc on PATH\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_counted_instructions_are_told_per_request_and_step(tmp_path: Path) -> None:
+    """Catches figures of another case, and those of the dump at the end, which has no label."""
+    for number, (label, total) in enumerate([("deferred 10 without again 48", 480_000), ("admitted 100 with 4", 800)]):
+        text = f"desc: Trigger: Client Request: {label}\n\nevents: Ir\nsummary: {total}\nfn=(1)\n1 7\ntotals: {total}\n"
+        (tmp_path / f"counts.{number}").write_text(text, encoding="utf-8")
+    (tmp_path / "counts").write_text("desc: Trigger: Program termination\n\nsummary: 5\n", encoding="utf-8")
+    found = vllm_instructions.read(tmp_path)
+    assert found == {("deferred", 10, "without again"): 1000.0, ("admitted", 100, "with"): 2.0}
