@@ -13,7 +13,7 @@ A node at depth d holds the block of tokens [(d - 1) * block size, d * block siz
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 #: The mark: the publication of a node, absent on nodes that were published when they were computed.
 PUBLICATION = "kvmend_publication"
@@ -73,8 +73,11 @@ def publish(leaf: Node, above: Node, computed: int) -> int:
         How many nodes are open now.
     """
     publication = Publication(above, max(above.depth, computed))
-    for node in path_up(leaf, above.depth):
-        setattr(node, PUBLICATION, publication)
+    node: Any = leaf
+    # Runs for every block of a prompt, with nothing in it but the mark.
+    for _ in range(leaf.depth - above.depth):
+        node.kvmend_publication = publication
+        node = node.parent
     return max(leaf.depth - publication.covered, 0)
 
 
@@ -132,11 +135,14 @@ def first_open(leaf: Node, block_table: Sequence[int]) -> int:
             if first == end:
                 node, depth = above, end  # open as a whole: its blocks do not matter
                 continue
-        while depth > end:
+        while depth > known and depth > end:  # the table ends before the path
             depth -= 1
-            if depth >= known or node.block_id != block_table[depth]:
-                first = min(first, depth)
+            first, node = min(first, depth), node.parent  # type: ignore[assignment]
+        for block_id in reversed(block_table[end:depth]):
+            if node.block_id != block_id:
+                first = min(first, node.depth - 1)
             node = node.parent  # type: ignore[assignment]
+        depth = end
     return first
 
 
