@@ -16,8 +16,8 @@ FRAMEWORKS = {"vllm", "fastdeploy", "torch", "paddle"}
 
 #: Every room of the host, lowest first; a room may import from rooms below its own only.
 FLOORS = (
-    {"kvmend", "kvmend.errors", "kvmend.counters", "kvmend.outcome", "kvmend.pluginlist", "kvmend.process"},
-    {"kvmend.fix"},
+    {"kvmend", "kvmend.errors", "kvmend.counters", "kvmend.pluginlist", "kvmend.record"},
+    {"kvmend.fix", "kvmend.outcome", "kvmend.process"},
     {"kvmend.fingerprint", "kvmend.settings", "kvmend.registry", "kvmend.seams"},
     {"kvmend.api", "kvmend.voice"},
     {"kvmend.source"},

@@ -22,6 +22,7 @@ from kvmend.fix import (
     Wrap,
 )
 from kvmend.pluginlist import left_out
+from kvmend.record import record
 from kvmend.seams import reached
 from kvmend.settings import strict
 
@@ -45,5 +46,6 @@ __all__ = [
     "Wrap",
     "left_out",
     "reached",
+    "record",
     "strict",
 ]

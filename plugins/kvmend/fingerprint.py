@@ -10,12 +10,12 @@ import ast
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from kvmend.errors import FingerprintError
 from kvmend.fix import STATES
+from kvmend.record import record
 
 SCHEMA = 1
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -92,7 +92,7 @@ def _joined(node: ast.JoinedStr) -> Iterator[ast.expr]:
         yield ast.Constant(literal)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Generation:
     """One known source: the fingerprints of every body, the releases that have exactly them, and the verdict.
 
@@ -109,7 +109,7 @@ class Generation:
     bodies: Mapping[str, str | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Table:
     """Every known source of one fix."""
 

@@ -10,11 +10,12 @@ import ast
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from kvmend.counters import Counters
 from kvmend.errors import FixDeclarationError
+from kvmend.record import record
 
 #: A wrapper factory: takes the object in place and the context, returns the object to put there.
 Wrap = Callable[[Callable[..., Any], "Context"], Callable[..., Any]]
@@ -31,7 +32,7 @@ _ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 _SWITCH = re.compile(r"KVMEND_[A-Z0-9_]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Role:
     """What a process is to its framework.
 
@@ -46,7 +47,7 @@ class Role:
     node: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Framework:
     """A serving framework that fixes can be for.
 
@@ -80,7 +81,7 @@ class Framework:
         return logging.getLogger(f"{self.logger if isinstance(self.logger, str) else self.logger()}.kvmend")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Body:
     """A function or class whose source the fix relies on, whether or not it wraps it.
 
@@ -98,7 +99,7 @@ class Body:
         return f"{self.module}:{self.qualname}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Site(Body):
     """A body that the fix wraps.
 
@@ -117,7 +118,7 @@ class Site(Body):
         return self.features <= features and (not self.modes or mode in self.modes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class BodySource:
     """The installed source of one body.
 
@@ -148,7 +149,7 @@ class Sources(Protocol):
         """The whole source of a module, or None if it is not there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Finding:
     """What a probe says of an installation's source.
 
@@ -173,7 +174,7 @@ def _nobody_looks(made: type) -> None:
     """What a context does with a class where no host is behind it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Context:
     """What a wrapper factory gets beside the object in place.
 
@@ -199,7 +200,7 @@ class Context:
     on_removal: list[Callable[[], None]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Fix:
     """One repair of one upstream fault.
 
@@ -278,7 +279,7 @@ class Fix:
         return tuple(site for site in self.sites if site.wanted(mode, features))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Case:
     """One row of a proof: what a right framework shows, and what this one shows.
 

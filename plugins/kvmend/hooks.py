@@ -8,8 +8,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import wrapt
-
 from kvmend import applier
 from kvmend.fix import Site
 from kvmend.journal import JOURNAL
@@ -25,10 +23,15 @@ def arm(fix_id: str, sites: Sequence[Site], settled: Settled) -> None:
         fix_id: An armed fix.
         sites: Its sites.
         settled: Called once, with the result, when the fix is no longer armed. May raise to stop the process.
+
+    Raises:
+        ImportError: There is no wrapt.
     """
 
     def imported(_module: ModuleType) -> None:
         _try(fix_id, settled, wait=True)
+
+    import wrapt  # takes milliseconds, and where everything is imported nobody needs it
 
     modules = tuple(dict.fromkeys(site.module for site in sites))
     # First, so that an import which another thread has begun and not ended is missed by neither.

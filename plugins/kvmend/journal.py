@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvmend.counters import Counters
 from kvmend.fix import Site
 from kvmend.outcome import Result
 from kvmend.plan import Plan
+from kvmend.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, kw_only=True)
 class Patch:
     """One site that was wrapped: the holder's attribute, what was there, what is there now."""
 
@@ -25,32 +25,31 @@ class Patch:
     after: Any
 
 
-@dataclass(slots=True)
 class Entry:
     """The state of one fix in this process.
 
     `shadowed_by` names the functions that bypass its wrappers, `on_removal` is what its context was given to undo.
     """
 
-    plan: Plan
-    result: Result
-    counters: Counters
-    patches: tuple[Patch, ...] = ()
-    inherited: bool = False
-    committing: bool = False
-    doing: list[Patch] = field(default_factory=list)
-    shadowed_by: tuple[str, ...] = ()
-    on_removal: list[Callable[[], None]] = field(default_factory=list)
+    def __init__(self, *, plan: Plan, result: Result, counters: Counters) -> None:
+        self.plan = plan
+        self.result = result
+        self.counters = counters
+        self.patches: tuple[Patch, ...] = ()
+        self.inherited = self.committing = False
+        self.doing: list[Patch] = []
+        self.shadowed_by: tuple[str, ...] = ()
+        self.on_removal: list[Callable[[], None]] = []
 
 
-@dataclass(slots=True)
 class Journal:
     """State of the whole process. `lock` guards everything in it and every attribute that kvmend sets."""
 
-    pid: int = field(default_factory=os.getpid)
-    parent: int | None = None
-    entries: dict[str, Entry] = field(default_factory=dict)
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.parent: int | None = None
+        self.entries: dict[str, Entry] = {}
+        self.lock = threading.RLock()
 
 
 JOURNAL = Journal()

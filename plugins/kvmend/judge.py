@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from kvmend.errors import FingerprintError
@@ -11,9 +11,10 @@ from kvmend.fingerprint import Generation, Table, load_table
 from kvmend.fix import AFFECTED, UNKNOWN, Finding, Fix
 from kvmend.locate import Installation
 from kvmend.outcome import Evidence
+from kvmend.record import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Judgement:
     """What the source of an installation is, for one fix.
 

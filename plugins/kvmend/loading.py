@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 
-from kvmend import applier, freshener, hooks, registry, settings, voice
+from kvmend import applier, hooks, registry, settings, voice
 from kvmend.counters import Counters
 from kvmend.errors import SettingsError, StrictError
 from kvmend.fix import Fix
@@ -82,15 +82,18 @@ def apply_all(package: str | None = None) -> list[Result]:
         # Outside the lock: some releases of wrapt hold a lock of their own while they run hooks, and ours take the
         # journal's there.
         if sites and not known:
-            hooks.arm(fix.id, sites, _settled(fix, strict))
-        elif not known:
+            try:
+                hooks.arm(fix.id, sites, _settled(fix, strict))
+            except ImportError as error:  # a kvmend that is half uninstalled
+                result = applier.give_up(fix.id, f"wrapt cannot be imported: {error}")
+        if not known and result.outcome is not Outcome.ARMED:
             voice.say(fix, result)
         results.append(result)
     for entry in broken:
         voice.say_broken(entry)
     for name in settings.unknown_variables(registered):
         voice.warn_once(f"kvmend: {name} is no switch of kvmend; misspelt?")
-    freshener.publish()
+    _publish()
     if strict:
         for fix, result in zip(fixes, results, strict=True):
             _stop_if_wanted(fix, result)
@@ -125,11 +128,18 @@ def _refused(fix: Fix, reason: str) -> Result:
 def _settled(fix: Fix, strict: bool) -> hooks.Settled:
     def settled(result: Result) -> None:
         voice.say(fix, result)
-        freshener.publish()
+        _publish()
         if strict:
             _stop_if_wanted(fix, result)
 
     return settled
+
+
+def _publish() -> None:
+    if os.environ.get(settings.STATE_DIR):
+        from kvmend import freshener  # what writes reports is needed only where they are asked for
+
+        freshener.publish()
 
 
 def _stop_if_wanted(fix: Fix, result: Result) -> None:

@@ -11,13 +11,14 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from kvmend.errors import LocateError
 from kvmend.fix import BodySource, Framework
+from kvmend.record import record
 from kvmend.source import find_body
 
 #: Where a folder given by the user may keep packages: itself, a virtual environment, a mounted container root.
@@ -58,7 +59,7 @@ class Tree(Protocol):
         """How the user would name that file."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, kw_only=True)
 class FolderTree:
     """A folder that holds packages, as one on `sys.path` does."""
 
@@ -78,7 +79,7 @@ class FolderTree:
         return str(self.root / relative)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, kw_only=True)
 class WheelTree:
     """A wheel, read in place."""
 
@@ -105,7 +106,7 @@ def _cause(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Distribution:
     """A distribution that provides the framework's package."""
 
@@ -113,7 +114,7 @@ class Distribution:
     version: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Installation:
     """A framework's files. Satisfies `kvmend.fix.Sources`.
 
@@ -208,7 +209,7 @@ def locate_installed(framework: Framework) -> Installation | None:
         return None
     return Installation(
         framework=framework,
-        tree=FolderTree(folder.parent),
+        tree=FolderTree(root=folder.parent),
         location=str(folder),
         distributions=_distributions(framework, folder.parent) or _registered(framework),
     )
@@ -256,7 +257,7 @@ def locate_path(framework: Framework, path: Path) -> Installation | None:
     root, *others = roots.values()
     return Installation(
         framework=framework,
-        tree=FolderTree(root),
+        tree=FolderTree(root=root),
         location=str(root / framework.package),
         distributions=_distributions(framework, root),
         others=tuple(str(other / framework.package) for other in others),
@@ -271,7 +272,7 @@ def _locate_wheel(framework: Framework, path: Path) -> Installation | None:
         raise LocateError(f"{path}: not a wheel ({error})") from error
     if f"{framework.package}/__init__.py" not in names:
         return None
-    tree = WheelTree(path)
+    tree = WheelTree(path=path)
     metadata = next((name for name in sorted(names) if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)), None)
     text = _read_or_none(tree, metadata) if metadata else None
     return Installation(
@@ -308,7 +309,7 @@ def _distributions(framework: Framework, root: Path) -> tuple[Distribution, ...]
     found = [
         distribution
         for info in chosen
-        for distribution in _parse_metadata(_read_or_none(FolderTree(info), _METADATA[info.suffix]) or "")
+        for distribution in _parse_metadata(_read_or_none(FolderTree(root=info), _METADATA[info.suffix]) or "")
     ]
     return tuple(sorted(found, key=lambda entry: known.index(name) if (name := _normal(entry.name)) in known else 99))
 
@@ -326,10 +327,10 @@ def _read_or_none(tree: Tree, relative: str) -> str | None:
 
 
 def _installs(info: Path, package: str) -> bool:
-    top_level = _read_or_none(FolderTree(info), "top_level.txt")
+    top_level = _read_or_none(FolderTree(root=info), "top_level.txt")
     if top_level is not None:
         return package in top_level.split()
-    record = _read_or_none(FolderTree(info), "RECORD") or ""
+    record = _read_or_none(FolderTree(root=info), "RECORD") or ""
     return record.startswith(f"{package}/") or f"\n{package}/" in record
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import Any
+
+from kvmend.record import record
 
 
 class Outcome(str, Enum):
@@ -55,7 +57,7 @@ _MEANING = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Evidence:
     """What was read of one body.
 
@@ -74,7 +76,7 @@ class Evidence:
     known_as: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Result:
     """The outcome of one fix in one process, or the forecast of it.
 

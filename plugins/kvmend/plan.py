@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kvmend.errors import SettingsError
 from kvmend.fix import AFFECTED, FIXED, NOT_AFFECTED, Fix, Site
 from kvmend.judge import Judgement, judge, may_force
 from kvmend.locate import Installation, locate_installed
 from kvmend.outcome import Outcome, Result
+from kvmend.record import record
 from kvmend.settings import setting_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Plan:
     """A forecast: the result if nothing goes wrong, and what to wrap.
 

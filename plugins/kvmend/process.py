@@ -10,12 +10,13 @@ import hashlib
 import os
 import re
 import time
-from dataclasses import dataclass
+
+from kvmend.record import record
 
 _STARTED_AT = 19  # index of `starttime` in /proc/PID/stat, counted from behind the command's bracket; see proc(5)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Process:
     """One process of one machine or container.
 

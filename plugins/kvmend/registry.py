@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvmend.fix import Fix
+from kvmend.record import record
 
 GROUP = "kvmend.fixes"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class BrokenFix:
     """An entry point that did not give a fix.
 

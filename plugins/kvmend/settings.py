@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from kvmend.errors import SettingsError
 from kvmend.fix import Fix
+from kvmend.record import record
 
 MASTER = "KVMEND"
 STRICT = "KVMEND_STRICT"
@@ -19,7 +19,7 @@ ASIDE = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Setting:
     """What the environment asks of one fix.
 

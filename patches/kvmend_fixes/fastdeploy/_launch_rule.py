@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from kvmend.api import BodySource, Sources
+from kvmend.api import BodySource, Sources, record
 from kvmend_fixes.fastdeploy._xpu_source import CONFIGURATIONS, Tests, Unreadable, calls, evaluate, holds, paths_to
 
 PREFIX_CACHE = "fastdeploy.cache_manager.prefix_cache_manager"
@@ -30,7 +29,7 @@ _FLAG = "--create_cache_tensor"
 Creates = frozenset[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class LaunchRule:
     """Who creates beside the runner.
 
@@ -140,7 +139,7 @@ def _starters(sources: Sources) -> Iterator[Starter]:
             raise LookupError(f"{owner} in {module} starts no cache service in a known way")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class _TransferWays:
     """What leads to a transfer manager that creates: its launch, the flag on its command line, its own test."""
 
@@ -182,7 +181,7 @@ def _is_flag(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and _FLAG in node.value.split()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class AttachRule:
     """When a runner creates the KV tensors itself, instead of waiting for them and attaching.
 

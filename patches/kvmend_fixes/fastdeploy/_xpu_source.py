@@ -9,10 +9,9 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from kvmend.api import BodySource
+from kvmend.api import BodySource, record
 
 #: Which platform the process is on, as the source asks for it.
 _PLATFORM = {"is_xpu": True, "is_cuda": False, "is_intel_hpu": False, "is_maca": False, "is_iluvatar": False}
@@ -28,7 +27,7 @@ class Unreadable(Exception):
         super().__init__(f"{source.path}:{line}: {problem}")
 
 
-@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+@record(frozen=True, kw_only=True)
 class Configuration:
     """What the launch rules of all known generations depend on.
 
