@@ -20,7 +20,7 @@ _ENTRY_POINTS = """
 [fastdeploy.reasoning_parser_plugins]
 kvmend = kvmend.loading:load_fastdeploy
 
-[kvmend.fixes]
+[kvmend.fixes.fastdeploy]
 fastdeploy-prefill-cache = kvmend_fixes.fastdeploy.prefill_cache:FIX
 fastdeploy-xpu-kv-cache = kvmend_fixes.fastdeploy.xpu_kv_cache:FIX
 """

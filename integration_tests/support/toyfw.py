@@ -112,9 +112,14 @@ def write_module(root: Path, name: str, text: str) -> None:
 
 
 def register_fix(
-    root: Path, expression: str = "make_fix()", *, name: str = "toy-count", dist: str = "toy-fixes"
+    root: Path,
+    expression: str = "make_fix()",
+    *,
+    name: str = "toy-count",
+    dist: str = "toy-fixes",
+    group: str = "kvmend.fixes",
 ) -> None:
-    """A distribution that registers one fix under `kvmend.fixes`; the expression may use `support.toyfix`."""
+    """A distribution that registers one fix in a group; the expression may use `support.toyfix`."""
     module = dist.replace("-", "_")
     write_module(root, module, f"from support.toyfix import *\nFIX = {expression}\n")
-    write_dist_info(root, dist, "1.0", {"entry_points.txt": f"[kvmend.fixes]\n{name} = {module}:FIX\n"})
+    write_dist_info(root, dist, "1.0", {"entry_points.txt": f"[{group}]\n{name} = {module}:FIX\n"})

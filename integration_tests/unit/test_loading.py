@@ -28,6 +28,10 @@ _SAY = """
 from kvmend.applier import results
 answer({result.fix: [str(result.outcome), result.reason] for result in results()})
 """
+_OTHER = (
+    'make_fix(site("f", "other.engine"), id="other-count", switch="KVMEND_OTHER", bodies=(), '
+    'framework=__import__("dataclasses").replace(TOYFW, package="other"))'
+)
 
 
 def raising(sources: Any) -> Any:
@@ -40,7 +44,7 @@ def fixes(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     write_release(root)
     __import__(ENGINE)
     found: list[Any] = [make_fix()]
-    monkeypatch.setattr(registry, "discover", lambda: (tuple(found), ()))
+    monkeypatch.setattr(registry, "discover", lambda package=None: (tuple(found), ()))
     return found
 
 
@@ -175,6 +179,35 @@ def test_two_distributions_that_register_the_same_fix_are_one(root: Path) -> Non
     write_dist_info(root, "toy-fixes-copy", "1", {"entry_points.txt": "[kvmend.fixes]\ntoy-count = toy_fixes:FIX\n"})
     done = run(_LOAD + "import toyfw.engine\n" + _SAY, path=[root])
     assert (done.value["toy-count"][0], "could not be loaded" in done.stdout) == ("applied", False)
+
+
+def test_what_is_registered_for_another_framework_is_not_imported_here(root: Path) -> None:
+    """Catches processes of one framework that pay for the fixes of the others."""
+    write_release(root)
+    register_fix(root, group="kvmend.fixes.toyfw")
+    register_fix(root, "1 / 0", name="other-count", dist="other-fixes", group="kvmend.fixes.otherfw")
+    done = run(_LOAD + "import toyfw.engine, sys\n" + _SAY, path=[root])
+    assert (done.value["toy-count"][0], "could not be loaded" in done.stdout) == ("applied", False)
+
+
+def test_the_switch_of_another_framework_s_fix_is_not_taken_for_a_misspelt_one(root: Path) -> None:
+    write_release(root)
+    register_fix(root, group="kvmend.fixes.toyfw")
+    register_fix(root, _OTHER, name="other-count", dist="other-fixes", group="kvmend.fixes.other")
+    done = run(_LOAD + _SAY, path=[root], env={"KVMEND_OTHER": "0", "KVMEND_OTHRE": "0"})
+    assert [line for line in done.stdout.splitlines() if "misspelt" in line] == [
+        "WARNING toyfw.kvmend kvmend: KVMEND_OTHRE is no switch of kvmend; misspelt?"
+    ]
+
+
+def test_a_fix_in_the_group_of_another_framework_is_named(root: Path) -> None:
+    """Catches a fix that no process ever loads, in silence."""
+    write_release(root)
+    register_fix(root, group="kvmend.fixes.toyfw")
+    register_fix(root, _OTHER, name="other-count", dist="other-fixes", group="kvmend.fixes.toyfw")
+    done = run(_LOAD + _SAY, path=[root])
+    reason = "it is registered in kvmend.fixes.toyfw and is for other"
+    assert f"fix other-count of other-fixes could not be loaded: {reason}" in done.stdout
 
 
 # Strict -------------------------------------------------------------------------------------------------------------

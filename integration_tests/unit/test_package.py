@@ -113,7 +113,7 @@ def test_the_metadata_name_python_versions_license_and_entry_points(built: tuple
     points.read_string(member(built[0], "entry_points.txt"))
     assert points["console_scripts"]["kvmend"] == "kvmend.cli:main"
     assert points["vllm.general_plugins"]["kvmend"] == "kvmend.loading:load_vllm"
-    assert points["kvmend.fixes"]["vllm-prefix-stats"] == "kvmend_fixes.vllm.prefix_stats:FIX"
+    assert points["kvmend.fixes.vllm"]["vllm-prefix-stats"] == "kvmend_fixes.vllm.prefix_stats:FIX"
 
 
 def test_every_registered_fix_has_its_own_name_and_every_table_is_readable() -> None:
@@ -123,13 +123,13 @@ def test_every_registered_fix_has_its_own_name_and_every_table_is_readable() -> 
 
     points = [
         point
-        for point in importlib.metadata.entry_points(group="kvmend.fixes")
-        if point.value.startswith("kvmend_fixes.")
+        for package in ("fastdeploy", "vllm")
+        for point in importlib.metadata.entry_points(group=f"kvmend.fixes.{package}")
     ]
     assert points
     for point in points:
         fix = point.load()
-        assert fix.id == point.name
+        assert (fix.id, f"kvmend.fixes.{fix.framework.package}") == (point.name, point.group)
         if fix.fingerprints:
             table = load_table(fix.fingerprints)
             assert table.fix == fix.id

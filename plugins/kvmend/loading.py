@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 
 from kvmend import applier, hooks, registry, settings, voice
 from kvmend.counters import Counters
@@ -59,7 +60,7 @@ def apply_all(package: str | None = None) -> list[Result]:
         StrictError: KVMEND_STRICT=1 and a wanted fix of `package` cannot do its job, or a registered fix is no fix.
             Other fixes keep their state.
     """
-    registered, broken = registry.discover()
+    registered, broken = registry.discover(package)
     fixes = [fix for fix in registered if package in (None, fix.framework.package)]
     if package is not None and fixes:
         voice.speak_as(fixes[0].framework.log)
@@ -91,7 +92,7 @@ def apply_all(package: str | None = None) -> list[Result]:
         results.append(result)
     for entry in broken:
         voice.say_broken(entry)
-    for name in settings.unknown_variables(registered):
+    for name in _unknown_variables(registered):
         voice.warn_once(f"kvmend: {name} is no switch of kvmend; misspelt?")
     _publish()
     if strict:
@@ -107,6 +108,11 @@ def remove_all() -> list[Result]:
     """Takes every fix off that can be taken off; last applied, first removed."""
     with JOURNAL.lock:
         return [result for fix_id in reversed(list(JOURNAL.entries)) if (result := applier.remove(fix_id)) is not None]
+
+
+def _unknown_variables(fixes: Sequence[Fix]) -> tuple[str, ...]:
+    """Misspelt switches. One that none of these fixes has may be another framework's, and only then those are read."""
+    return settings.unknown_variables(fixes) and settings.unknown_variables(registry.discover()[0])
 
 
 def _wanted(fix: Fix) -> bool:

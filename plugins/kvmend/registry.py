@@ -1,10 +1,13 @@
-"""Discovery of fixes: the entry-point group `kvmend.fixes`, which anybody may add to."""
+"""Discovery of fixes: the entry-point groups `kvmend.fixes` and `kvmend.fixes.PACKAGE`, which anybody may add to.
+
+The second says which framework a fix is for, by its import package, so that the processes of others need not import it.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvmend.fix import Fix
 from kvmend.record import record
@@ -27,30 +30,44 @@ class BrokenFix:
     reason: str
 
 
-def discover() -> tuple[tuple[Fix, ...], tuple[BrokenFix, ...]]:
-    """Every registered fix, in the order of their ids, and what could not be loaded."""
+def holds_fixes(group: str) -> bool:
+    """Whether fixes are registered in an entry-point group of this name."""
+    return group == GROUP or group.startswith(f"{GROUP}.")
+
+
+def discover(package: str | None = None) -> tuple[tuple[Fix, ...], tuple[BrokenFix, ...]]:
+    """Registered fixes, in the order of their ids, and what could not be loaded.
+
+    Args:
+        package: Leave out what is registered for other frameworks than the one with this import package.
+    """
     fixes: dict[str, Fix] = {}
     broken = []
     # One distribution seen twice on sys.path (an editable install beside a wheel) registers the same thing twice.
-    points = {(point.name, point.value): point for point in _registered()}
+    points = {(point.name, point.value): point for point in _registered(package)}
     for point in sorted(points.values(), key=lambda each: each.name):
-        owner = _owner(point)
         try:
             fix = point.load()
+            problem = _problem(point, fix, fixes)
         except Exception as error:  # a third party's import error must not keep the other fixes away
-            broken.append(BrokenFix(name=point.name, distribution=owner, reason=f"{type(error).__name__}: {error}"))
-            continue
-        if not isinstance(fix, Fix):
-            broken.append(BrokenFix(name=point.name, distribution=owner, reason=f"{point.value} is no kvmend.api.Fix"))
-        elif fix.id in fixes:
-            broken.append(BrokenFix(name=point.name, distribution=owner, reason=f"id {fix.id} is registered twice"))
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            broken.append(BrokenFix(name=point.name, distribution=_owner(point), reason=problem))
         else:
             fixes[fix.id] = fix
     return tuple(fix for _, fix in sorted(fixes.items())), tuple(broken)
 
 
-def _registered() -> Iterator[importlib.metadata.EntryPoint]:
-    """Entry points of the group, first on `sys.path` first.
+def _problem(point: importlib.metadata.EntryPoint, fix: object, others: Mapping[str, Fix]) -> str:
+    if not isinstance(fix, Fix):
+        return f"{point.value} is no kvmend.api.Fix"
+    if point.group not in (GROUP, f"{GROUP}.{fix.framework.package}"):
+        return f"it is registered in {point.group} and is for {fix.framework.package}"
+    return f"id {fix.id} is registered twice" if fix.id in others else ""
+
+
+def _registered(package: str | None) -> Iterator[importlib.metadata.EntryPoint]:
+    """Entry points of the groups, first on `sys.path` first.
 
     As `importlib.metadata.entry_points` finds them, which parses what each of the hundreds of distributions beside a
     serving framework registers, in every process; here only those are parsed that name the group.
@@ -64,16 +81,23 @@ def _registered() -> Iterator[importlib.metadata.EntryPoint]:
         if named:
             name = _name_of(distribution)
             if name is None or name not in seen:
-                yield from distribution.entry_points.select(group=GROUP)
+                for point in distribution.entry_points:
+                    if holds_fixes(point.group) and package in (None, point.group[len(GROUP) + 1 :] or package):
+                        yield point
             seen.add(name)
 
 
 def _name_of(distribution: importlib.metadata.Distribution) -> str | None:
-    """Its name, or None where it has no metadata that says so; each Python fails on that in its own way."""
+    """Its name in the normal form, or None where it has no metadata that says so.
+
+    Read off the text: `Distribution.metadata` parses all of it, long description included, for milliseconds.
+    """
     try:
-        return re.sub(r"[-_.]+", "-", str(distribution.metadata["Name"])).lower()
-    except Exception:
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    except UnicodeDecodeError:
         return None
+    found = re.match(r"(?:.+\n)*?Name:[ \t]*(\S+)", text)
+    return re.sub(r"[-_.]+", "-", found[1]).lower() if found else None
 
 
 def _owner(point: importlib.metadata.EntryPoint) -> str:

@@ -108,7 +108,7 @@ def _load(name: str) -> None:
     strict = os.environ.get("KVMEND_STRICT") == "1"
     try:
         from kvmend import loading
-    except Exception as error:  # half uninstalled, or without wrapt: the server comes up, unless it must not
+    except Exception as error:  # half uninstalled: the server comes up, unless it must not
         if strict:
             raise RuntimeError(f"KVMEND_STRICT=1: kvmend could not be loaded: {error!r}") from error
         logging.getLogger("kvmend").warning("kvmend could not be loaded, its fixes are missing: %r", error)

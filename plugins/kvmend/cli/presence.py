@@ -97,7 +97,9 @@ def own_problems(metadata: Sequence[Metadata], select: Select) -> list[tuple[str
             f"{Path(kvmend.__file__).parent} is {kvmend.__version__}: reinstall kvmend"
         )
         problems.append((text, False))
-    if not any(point.value.startswith("kvmend_fixes.") for point in select(group=registry.GROUP)):
+    named = (group for each in metadata for group in each.groups if registry.holds_fixes(group))
+    points = (point for group in {registry.GROUP, *named} for point in select(group=group))
+    if not any(point.value.startswith("kvmend_fixes.") for point in points):
         where = str(metadata[0].path) if metadata else ""
         cause = f"{where} registers none of its fixes" if where else _nothing_installed()
         problems.append((f"{cause}: no fix of kvmend's own will be applied, reinstall kvmend", True))
