@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fdtree import real_trees
 
+from kvmend.locate import locate_path
 from kvmend.source import find_body
 from kvmend_fixes.fastdeploy._prefill_source import CACHE_MANAGER, NODES, RESOURCE_MANAGER, probe
 from kvmend_fixes.fastdeploy.prefill_cache import FIX
+from support.verdicts import told_by_files
 
 EXPECTED = {
     "double-late": {"no-publication", "no-guard", "storage", "output-caching"},
@@ -120,6 +123,14 @@ def test_a_source_the_seams_do_not_fit_is_unknown(broken: Any, reason: str) -> N
 
 def test_a_tree_without_the_scheduler_is_not_affected() -> None:
     assert probe(sources(manager="class Other: ...")).state == "not_affected"
+
+
+def test_the_table_says_of_a_real_tree_s_files_what_the_probe_says_of_its_source() -> None:
+    """Catches a table that was not made anew after a change of the probe, or that lacks a tree's files."""
+    for path in real_trees():
+        installation = locate_path(FIX.framework, path)
+        assert installation is not None
+        assert told_by_files(FIX, installation), path
 
 
 def test_eager_mode_touches_nothing_where_upstream_has_both_changes() -> None:

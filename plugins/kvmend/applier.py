@@ -58,7 +58,7 @@ def apply(fix: Fix, installation: Installation | None = None) -> Result:
         if entry is not None and entry.result.outcome is Outcome.ARMED:
             return commit(fix.id)
         late = fix.judge_late and not any(module_of(site) for site in fix.sites)
-        plan = make_plan(fix, installation=installation, judge_now=not late)
+        plan = make_plan(fix, installation=installation, judge_now=not late, by_files=True)
         JOURNAL.entries[fix.id] = Entry(plan=plan, result=plan.result, counters=Counters(fix.counters))
         return commit(fix.id) if plan.sites else plan.result
 
@@ -76,7 +76,7 @@ def commit(fix_id: str) -> Result:
         entry.committing = True
         try:
             if entry.plan.judgement is None:
-                entry.plan = make_plan(entry.plan.fix)
+                entry.plan = make_plan(entry.plan.fix, by_files=True)
                 entry.result = entry.plan.result
                 if not entry.plan.sites:
                     return entry.result

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
 from importlib import resources
 from typing import Any
 
@@ -101,12 +102,19 @@ class Generation:
         features: As in `Finding.features`.
         releases: Release or tree names, oldest first.
         bodies: `module:qualname` to fingerprint, or None where the release lacks the body.
+        reason: As in `Finding.reason`.
+        facts: As in `Finding.facts`.
+        files: Release to the digest of its files, see `Installation.digest`: of those releases whose finding is exactly
+            the one here, and rests on the bodies' files alone.
     """
 
     state: str
     features: frozenset[str]
     releases: tuple[str, ...]
     bodies: Mapping[str, str | None]
+    reason: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @record(frozen=True, kw_only=True)
@@ -121,6 +129,14 @@ class Table:
         for generation in self.generations:
             if generation.bodies == bodies:
                 return generation
+        return None
+
+    def match_files(self, digest: str) -> Generation | None:
+        """The generation of a release whose files have this digest."""
+        if digest:
+            for generation in self.generations:
+                if digest in generation.files.values():
+                    return generation
         return None
 
     def releases_of(self, key: str, fingerprint: str) -> tuple[str, ...]:
@@ -168,6 +184,9 @@ def parse_table(text: str, where: str) -> Table:
                     features=frozenset(entry["features"]),
                     releases=tuple(entry["releases"]),
                     bodies=entry["bodies"],
+                    reason=entry.get("reason", ""),
+                    facts=dict(entry.get("facts", {})),
+                    files=dict(entry.get("files", {})),
                 )
             )
         return Table(fix=data["fix"], generations=tuple(generations))
@@ -183,6 +202,7 @@ def dump_table(table: Table) -> str:
             "state": entry.state,
             "features": sorted(entry.features),
             "bodies": dict(sorted(entry.bodies.items())),
+            **({"reason": entry.reason, "facts": dict(entry.facts), "files": dict(entry.files)} if entry.files else {}),
         }
         for entry in table.generations
     ]

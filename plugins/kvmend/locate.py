@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import codecs
+import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
@@ -48,11 +51,11 @@ _METADATA = {".dist-info": "METADATA", ".egg-info": "PKG-INFO"}
 class Tree(Protocol):
     """A place that holds packages."""
 
-    def read(self, relative: str) -> str | None:
-        """Text of a file by its path below the place, or None if it is not there.
+    def read(self, relative: str) -> bytes | None:
+        """Content of a file by its path below the place, or None if it is not there.
 
         Raises:
-            LocateError: It is there and cannot be read, or is not UTF-8; the message names file and cause.
+            LocateError: It is there and cannot be read; the message names file and cause.
         """
 
     def where(self, relative: str) -> str:
@@ -65,13 +68,13 @@ class FolderTree:
 
     root: Path
 
-    def read(self, relative: str) -> str | None:
+    def read(self, relative: str) -> bytes | None:
         """See `Tree.read`."""
         try:
-            return (self.root / relative).read_text(encoding="utf-8-sig")
+            return (self.root / relative).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise LocateError(f"{self.where(relative)} cannot be read: {_cause(error)}") from error
 
     def where(self, relative: str) -> str:
@@ -85,14 +88,14 @@ class WheelTree:
 
     path: Path
 
-    def read(self, relative: str) -> str | None:
+    def read(self, relative: str) -> bytes | None:
         """See `Tree.read`."""
         try:
             with zipfile.ZipFile(self.path) as archive:
-                return archive.read(relative).decode("utf-8-sig")
+                return archive.read(relative)
         except KeyError:
             return None
-        except (UnicodeDecodeError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        except (OSError, zipfile.BadZipFile, zlib.error) as error:
             raise LocateError(f"{self.where(relative)} cannot be read: {_cause(error)}") from error
 
     def where(self, relative: str) -> str:
@@ -101,9 +104,20 @@ class WheelTree:
 
 
 def _cause(error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 (byte {error.start})"
     return str(getattr(error, "strerror", None) or error)
+
+
+def _decoded(content: bytes, where: str) -> str:
+    """Text of a file, with the line ends of Python.
+
+    Raises:
+        LocateError: It is not UTF-8.
+    """
+    try:
+        text = content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise LocateError(f"{where} cannot be read: not UTF-8 (byte {error.start})") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 @record(frozen=True, kw_only=True)
@@ -131,6 +145,7 @@ class Installation:
     location: str
     distributions: tuple[Distribution, ...] = ()
     others: tuple[str, ...] = ()
+    _files: dict[str, tuple[bytes, str] | None] = field(default_factory=dict)
     _texts: dict[str, tuple[str, str] | None] = field(default_factory=dict)
     _troubles: dict[str, str] = field(default_factory=dict)
     _bodies: dict[str, BodySource | None] = field(default_factory=dict)
@@ -140,21 +155,47 @@ class Installation:
         """Version of the (first) distribution, or None."""
         return self.distributions[0].version if self.distributions else None
 
-    def _module(self, module: str) -> tuple[str, str] | None:
-        if module not in self._texts:
+    def _file(self, module: str) -> tuple[bytes, str] | None:
+        if module not in self._files:
             base = module.replace(".", "/")
             try:
-                self._texts[module] = next(
+                self._files[module] = next(
                     (
-                        (text, self.tree.where(relative))
+                        (content, self.tree.where(relative))
                         for relative in (f"{base}.py", f"{base}/__init__.py")
-                        if (text := self.tree.read(relative)) is not None
+                        if (content := self.tree.read(relative)) is not None
                     ),
                     None,
                 )
             except LocateError as error:
+                self._files[module], self._troubles[module] = None, str(error)
+        return self._files[module]
+
+    def _module(self, module: str) -> tuple[str, str] | None:
+        if module not in self._texts:
+            found = self._file(module)
+            try:
+                self._texts[module] = (_decoded(*found), found[1]) if found else None
+            except LocateError as error:
                 self._texts[module], self._troubles[module] = None, str(error)
         return self._texts[module]
+
+    def digest(self, modules: Iterable[str]) -> str:
+        """What tells the files of modules from any others: 32 hex digits, the same for the same bytes everywhere.
+
+        Args:
+            modules: Dotted names, in any order; one that is not there counts, too.
+
+        Returns:
+            The digest, or "" where a file is there and cannot be read.
+        """
+        total = hashlib.sha256()
+        for module in sorted(set(modules)):
+            found = self._file(module)
+            if module in self._troubles:
+                return ""
+            total.update(f"{module} {hashlib.sha256(found[0]).hexdigest() if found else None}\n".encode())
+        return total.hexdigest()[:32]
 
     def trouble(self, module: str, *, parse: bool = True) -> str:
         """Why the file of a module, which is there, cannot be judged.
@@ -178,7 +219,7 @@ class Installation:
 
     def path(self, module: str) -> str | None:
         """The file of a module, or None if it is not there."""
-        found = self._module(module)
+        found = self._file(module)
         return found[1] if found else None
 
     def body(self, module: str, qualname: str) -> BodySource | None:
@@ -274,7 +315,7 @@ def _locate_wheel(framework: Framework, path: Path) -> Installation | None:
         return None
     tree = WheelTree(path=path)
     metadata = next((name for name in sorted(names) if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)), None)
-    text = _read_or_none(tree, metadata) if metadata else None
+    text = _text_or_none(tree, metadata) if metadata else None
     return Installation(
         framework=framework,
         tree=tree,
@@ -302,14 +343,18 @@ def _normal(name: str) -> str:
 def _distributions(framework: Framework, root: Path) -> tuple[Distribution, ...]:
     """Distributions in `root` that provide the package: by known name first, by what they install otherwise."""
     known = [_normal(name) for name in framework.distributions]
-    infos = [info for suffix in _METADATA for info in sorted(root.glob(f"*{suffix}"))]
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        names = []
+    infos = [root / name for suffix in _METADATA for name in names if name.endswith(suffix)]
     chosen = [info for info in infos if _normal(_project(info)) in known]
     if not chosen:
         chosen = [info for info in infos if _installs(info, framework.package)]
     found = [
         distribution
         for info in chosen
-        for distribution in _parse_metadata(_read_or_none(FolderTree(root=info), _METADATA[info.suffix]) or "")
+        for distribution in _parse_metadata(_text_or_none(FolderTree(root=info), _METADATA[info.suffix]) or "")
     ]
     return tuple(sorted(found, key=lambda entry: known.index(name) if (name := _normal(entry.name)) in known else 99))
 
@@ -319,18 +364,19 @@ def _project(info: Path) -> str:
     return info.stem.partition("-")[0]
 
 
-def _read_or_none(tree: Tree, relative: str) -> str | None:
+def _text_or_none(tree: Tree, relative: str) -> str | None:
     try:
-        return tree.read(relative)
+        content = tree.read(relative)
+        return None if content is None else _decoded(content, relative)
     except LocateError:
         return None
 
 
 def _installs(info: Path, package: str) -> bool:
-    top_level = _read_or_none(FolderTree(root=info), "top_level.txt")
+    top_level = _text_or_none(FolderTree(root=info), "top_level.txt")
     if top_level is not None:
         return package in top_level.split()
-    record = _read_or_none(FolderTree(root=info), "RECORD") or ""
+    record = _text_or_none(FolderTree(root=info), "RECORD") or ""
     return record.startswith(f"{package}/") or f"\n{package}/" in record
 
 

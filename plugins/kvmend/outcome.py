@@ -64,7 +64,7 @@ class Evidence:
     Attributes:
         body: `module:qualname`.
         path: File, or None where the body is not there.
-        line: 1-based line, or None.
+        line: 1-based line, or None where the body is not there or was not looked for.
         fingerprint: 16 hex digits, or None.
         known_as: Releases whose body is exactly this one, oldest first.
     """

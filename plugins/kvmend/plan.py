@@ -38,6 +38,7 @@ def make_plan(
     installation: Installation | None = None,
     *,
     judge_now: bool = True,
+    by_files: bool = False,
 ) -> Plan:
     """Plans one fix.
 
@@ -45,6 +46,7 @@ def make_plan(
         fix: The fix.
         environ: Environment to read switches from; the process's own if None.
         installation: Where the framework is; what `import` finds if None.
+        by_files: As in `judge`.
         judge_now: If false, no source is read: a fix that is wanted here is `armed` with all of its sites.
     """
     try:
@@ -60,7 +62,7 @@ def make_plan(
     if not judge_now:
         reason = "the source is judged when the framework's module is imported"
         return Plan(fix=fix, result=_result(fix, Outcome.ARMED, reason, mode=setting.mode), sites=fix.sites)
-    verdict = judge(fix, installation)
+    verdict = judge(fix, installation, by_files=by_files)
 
     def planned(outcome: Outcome, reason: str, sites: tuple[Site, ...] = ()) -> Plan:
         result = Result(
@@ -90,7 +92,8 @@ def make_plan(
     sites = fix.sites_for(setting.mode, verdict.features)
     if not sites:
         return planned(Outcome.NOT_AFFECTED, f"mode {setting.mode} needs nothing on this source; {reason}")
-    missing = [site.key for site in sites if installation.body(site.module, site.qualname) is None]
+    absent = {entry.body for entry in verdict.evidence if entry.fingerprint is None}
+    missing = [site.key for site in sites if site.key in absent]
     if missing:
         return planned(Outcome.UNKNOWN_SOURCE, f"{missing[0]} is not in the installed source; {reason}")
     return planned(Outcome.ARMED, reason, sites)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 from kvmend.cli.catalogue import fix_named
 from kvmend.errors import UsageError
 from kvmend.fingerprint import Generation, Table, dump_table, parse_table
-from kvmend.fix import Fix
+from kvmend.fix import UNKNOWN, BodySource, Fix
 from kvmend.judge import read_bodies
 from kvmend.locate import Installation, locate_path
 
@@ -93,27 +95,64 @@ def add(table: Table, fix: Fix, release: str, installation: Installation) -> Tab
         release: Name of the release or tree.
         installation: Its files.
     """
-    bodies = read_bodies(fix, installation)
-    finding = fix.probe(installation)
-    fresh = Generation(state=finding.state, features=finding.features, releases=(release,), bodies=bodies)
+    fresh = _generation(fix, release, installation)
     kept = []
     for generation in table.generations:
         others = tuple(name for name in generation.releases if name != release)
-        if generation.bodies == bodies:
-            fresh = Generation(
-                state=finding.state,
-                features=finding.features,
-                releases=tuple(sorted({*others, release}, key=order)),
-                bodies=bodies,
-            )
+        files = {name: digest for name, digest in generation.files.items() if name != release}
+        if generation.bodies == fresh.bodies:
+            releases = tuple(sorted({*others, release}, key=order))
+            # A release whose finding is another one, if only in a fact, is not to be judged by its files.
+            files = {**(files if _finding(generation) == _finding(fresh) else {}), **fresh.files}
+            fresh = dataclasses.replace(fresh, releases=releases, files=dict(sorted(files.items(), key=_by_release)))
         elif others:
-            kept.append(
-                Generation(
-                    state=generation.state, features=generation.features, releases=others, bodies=generation.bodies
-                )
-            )
+            kept.append(dataclasses.replace(generation, releases=others, files=files))
     ordered = sorted([*kept, fresh], key=lambda entry: order(entry.releases[0]))
     return Table(fix=fix.id, generations=tuple(ordered))
+
+
+def _generation(fix: Fix, release: str, installation: Installation) -> Generation:
+    """What is known of one release alone."""
+    sources = _Noting(installation)
+    finding = fix.probe(sources)
+    modules = {body.module for body in fix.read}
+    facts = json.loads(json.dumps(dict(finding.facts)))  # as the table will have them
+    # The files alone tell the verdict only if there is one, it survives the table, and nothing else was read for it.
+    told = finding.state != UNKNOWN and facts == finding.facts and sources.modules <= modules
+    digest = installation.digest(modules) if told else ""
+    return Generation(
+        state=finding.state,
+        features=finding.features,
+        releases=(release,),
+        bodies=read_bodies(fix, installation),
+        reason=finding.reason,
+        facts=facts,
+        files={release: digest} if digest else {},
+    )
+
+
+class _Noting:
+    """Sources that note which modules are asked for."""
+
+    def __init__(self, installation: Installation) -> None:
+        self.modules: set[str] = set()
+        self._installation = installation
+
+    def body(self, module: str, qualname: str) -> BodySource | None:
+        self.modules.add(module)
+        return self._installation.body(module, qualname)
+
+    def text(self, module: str) -> str | None:
+        self.modules.add(module)
+        return self._installation.text(module)
+
+
+def _finding(generation: Generation) -> tuple[object, ...]:
+    return generation.state, generation.features, generation.reason, generation.facts
+
+
+def _by_release(item: tuple[str, str]) -> tuple[int, Version, str]:
+    return order(item[0])
 
 
 def order(release: str) -> tuple[int, Version, str]:
