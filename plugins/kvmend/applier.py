@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 from collections.abc import Sequence
 
 from kvmend import settings, voice
@@ -32,6 +31,7 @@ from kvmend.seams import (
     module_of,
     parent_of,
     raw_at,
+    same_file,
     still_running,
 )
 
@@ -216,7 +216,7 @@ def _check(site: Site, plan: Plan) -> None:
         raise _NotYet(site.key)
     judged = next((entry.path for entry in plan.result.evidence if entry.body == site.key), None)
     loaded = loaded_from(site)
-    if judged is not None and loaded is not None and os.path.realpath(loaded) != os.path.realpath(judged):
+    if judged is not None and loaded is not None and not same_file(loaded, judged):
         raise _Conflict(f"{site.module} was imported from {loaded}, the source judged is {judged}")
     function = function_of(raw)
     found = list(layers(function))

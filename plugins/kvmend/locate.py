@@ -22,7 +22,6 @@ from typing import Protocol
 from kvmend.errors import LocateError
 from kvmend.fix import BodySource, Framework
 from kvmend.record import record
-from kvmend.source import find_body
 
 #: Where a folder given by the user may keep packages: itself, a virtual environment, a mounted container root.
 _SITE_PATTERNS = (
@@ -227,6 +226,8 @@ class Installation:
         key = f"{module}:{qualname}"
         if key not in self._bodies:
             found = self._module(module)
+            from kvmend.source import find_body  # what reads source is not needed where files are known
+
             self._bodies[key] = find_body(found[0], module, qualname, found[1]) if found else None
         return self._bodies[key]
 
@@ -347,10 +348,10 @@ def _distributions(framework: Framework, root: Path) -> tuple[Distribution, ...]
         names = sorted(os.listdir(root))
     except OSError:
         names = []
-    infos = [root / name for suffix in _METADATA for name in names if name.endswith(suffix)]
-    chosen = [info for info in infos if _normal(_project(info)) in known]
+    infos = [name for suffix in _METADATA for name in names if name.endswith(suffix)]
+    chosen = [root / name for name in infos if _normal(_project(name)) in known]
     if not chosen:
-        chosen = [info for info in infos if _installs(info, framework.package)]
+        chosen = [root / name for name in infos if _installs(root / name, framework.package)]
     found = [
         distribution
         for info in chosen
@@ -359,9 +360,9 @@ def _distributions(framework: Framework, root: Path) -> tuple[Distribution, ...]
     return tuple(sorted(found, key=lambda entry: known.index(name) if (name := _normal(entry.name)) in known else 99))
 
 
-def _project(info: Path) -> str:
+def _project(folder: str) -> str:
     """The project's name in the name of a metadata folder; a development egg has no version in its name."""
-    return info.stem.partition("-")[0]
+    return folder.rpartition(".")[0].partition("-")[0]
 
 
 def _text_or_none(tree: Tree, relative: str) -> str | None:

@@ -56,12 +56,13 @@ def is_original(function: Any, site: Site) -> bool:
         isinstance(function, FunctionType)
         and function.__code__.co_name == site.qualname.rpartition(".")[2]
         and file is not None
-        and _same_file(function.__code__.co_filename, file)
+        and same_file(function.__code__.co_filename, file)
         and not hasattr(function, "__wrapped__")
     )
 
 
-def _same_file(one: str, other: str) -> bool:
+def same_file(one: str, other: str) -> bool:
+    """Whether two paths lead to one file."""
     return one == other or os.path.realpath(one) == os.path.realpath(other)
 
 
