@@ -114,6 +114,49 @@ def test_a_fix_that_is_judged_late_ends_as_its_source_deserves_when_the_module_i
     assert run(code, path=[tmp_path]).value == ["already_fixed"]
 
 
+def test_two_fixes_that_wait_for_one_module_are_both_applied(tmp_path: Path) -> None:
+    """Catches a finder that keeps another one of ours from seeing the import."""
+    write_release(tmp_path)
+    register_fix(tmp_path)
+    register_fix(
+        tmp_path,
+        'make_fix(site("Engine.size"), id="toy-size", switch="KVMEND_TOY_SIZE")',
+        name="toy-size",
+        dist="others",
+    )
+    code = _IMPORTS + (
+        "from kvmend.applier import results\n"
+        "apply_all('toyfw')\nimport toyfw.engine\nanswer([str(result.outcome) for result in results()])"
+    )
+    assert run(code, path=[tmp_path]).value == ["applied", "applied"]
+
+
+def test_an_import_that_fails_and_is_tried_again_is_seen(tmp_path: Path) -> None:
+    write_release(tmp_path, changes={"engine": f"import os\nif 'FINE' not in os.environ: raise ImportError\n{ENGINE}"})
+    register_fix(tmp_path)
+    code = _IMPORTS + (
+        "import os\napply_all('toyfw')\n"
+        "try: import toyfw.engine\nexcept ImportError: os.environ['FINE'] = '1'\n"
+        "import toyfw.engine\nanswer(toyfw.engine.Engine().lookup('a'))"
+    )
+    assert run(code, path=[tmp_path]).value == MENDED[0]
+
+
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_a_post_import_hook_of_somebody_else_for_the_same_module_runs_once_and_so_does_ours(
+    tmp_path: Path, first: str
+) -> None:
+    write_release(tmp_path)
+    register_fix(tmp_path)
+    theirs = (
+        "import wrapt\nseen = []\nwrapt.register_post_import_hook(lambda m: seen.append(m.__name__), 'toyfw.engine')\n"
+    )
+    parts = [theirs, "apply_all('toyfw')\n"]
+    code = _IMPORTS + "".join(parts if first == "theirs" else reversed(parts))
+    code += "import toyfw.engine\nanswer([seen, toyfw.engine.Engine().lookup('a')])"
+    assert run(code, path=[tmp_path]).value == [["toyfw.engine"], MENDED[0]]
+
+
 # Half imported ------------------------------------------------------------------------------------------------------
 
 _PLUGINS = "from kvmend.loading import apply_all\napply_all('toyfw')\n"

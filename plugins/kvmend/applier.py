@@ -107,14 +107,6 @@ def commit(fix_id: str) -> Result:
         return entry.result
 
 
-def give_up(fix_id: str, reason: str) -> Result:
-    """Ends an armed fix that nobody will commit."""
-    with JOURNAL.lock:
-        entry = JOURNAL.entries[fix_id]
-        entry.result = dataclasses.replace(entry.result, outcome=Outcome.FAILED, reason=reason, sites=())
-        return entry.result
-
-
 def remove(fix_id: str) -> Result | None:
     """Takes a fix off: every site or none, and only where the object in place is still ours.
 

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from kvmend import applier
+from kvmend import applier, imports
 from kvmend.fix import Site
 from kvmend.journal import JOURNAL
 from kvmend.outcome import Outcome, Result
@@ -23,21 +23,12 @@ def arm(fix_id: str, sites: Sequence[Site], settled: Settled) -> None:
         fix_id: An armed fix.
         sites: Its sites.
         settled: Called once, with the result, when the fix is no longer armed. May raise to stop the process.
-
-    Raises:
-        ImportError: There is no wrapt.
     """
-
-    def imported(_module: ModuleType) -> None:
-        _try(fix_id, settled, wait=True)
-
-    import wrapt  # takes milliseconds, and where everything is imported nobody needs it
-
     modules = tuple(dict.fromkeys(site.module for site in sites))
-    # First, so that an import which another thread has begun and not ended is missed by neither.
-    sys.meta_path.insert(0, _Retry(fix_id, modules, settled))
-    for module in modules:
-        wrapt.register_post_import_hook(imported, module)
+    sys.meta_path.insert(0, _Watch(fix_id, modules, settled))
+    # What another thread has imported since the fix was tried has been missed by the finder.
+    if any(module in sys.modules for module in modules):
+        _try(fix_id, settled, wait=True)
 
 
 def _try(fix_id: str, settled: Settled, *, wait: bool) -> bool:
@@ -58,8 +49,8 @@ def _try(fix_id: str, settled: Settled, *, wait: bool) -> bool:
     return True
 
 
-class _Retry:
-    """A finder that finds nothing: it tries an armed fix again at the next import of anything.
+class _Watch:
+    """A finder that tries an armed fix when the import of a module has ended, and at the next import of anything.
 
     A module that was half imported when the plugin was loaded, by this thread or another, ends its import unseen by
     any hook, and the next import is the earliest moment to notice. Two things the finder must not do: wait for the
@@ -74,6 +65,13 @@ class _Retry:
         self._done = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not self._done and all(module in sys.modules for module in self._modules):
+        if self._done:
+            return None
+        if name in self._modules:
+            return imports.found(self, name, path, target, self._imported)
+        if all(module in sys.modules for module in self._modules):
             self._done = _try(self._fix_id, self._settled, wait=False)
         return None
+
+    def _imported(self, _module: ModuleType) -> None:
+        self._done = self._done or _try(self._fix_id, self._settled, wait=True)

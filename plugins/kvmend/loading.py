@@ -80,14 +80,10 @@ def apply_all(package: str | None = None) -> list[Result]:
             at = installations.get(fix.framework.package)
             result = _refused(fix, strict_problem) if strict_problem and _wanted(fix) else applier.apply(fix, at)
             sites = JOURNAL.entries[fix.id].plan.sites if result.outcome is Outcome.ARMED else ()
-        # Outside the lock: some releases of wrapt hold a lock of their own while they run hooks, and ours take the
-        # journal's there.
+        # Outside the lock: what is said and written may take its time.
         if sites and not known:
-            try:
-                hooks.arm(fix.id, sites, _settled(fix, strict))
-            except ImportError as error:  # a kvmend that is half uninstalled
-                result = applier.give_up(fix.id, f"wrapt cannot be imported: {error}")
-        if not known and result.outcome is not Outcome.ARMED:
+            hooks.arm(fix.id, sites, _settled(fix, strict))
+        elif not known:
             voice.say(fix, result)
         results.append(result)
     for entry in broken:

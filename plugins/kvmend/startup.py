@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+from kvmend import imports
 
 #: What `site` runs of the `.pth` file, in virtual environments twice; `{names}` stands for the packages. The file stays
 #: when kvmend is upgraded: what an older line calls here must go on being here.
@@ -35,8 +35,6 @@ LINE = (
     "    return found(self, name, path, target)\\n"
     'sys.meta_path.insert(0, KvmendWatch())")'
 )
-
-_FINDING: set[tuple[int, str]] = set()
 
 
 def line(packages: Iterable[str]) -> str:
@@ -68,40 +66,7 @@ def found(asking: Any, name: str, path: Any, target: Any) -> ModuleSpec | None:
         path: As it was given to the finder.
         target: As it was given to the finder.
     """
-    # The finders of others ask everybody in turn, this one again too.
-    if (key := (threading.get_ident(), name)) in _FINDING:
-        return None
-    _FINDING.add(key)
-    try:
-        for finder in sys.meta_path:
-            find = None if finder is asking else getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
-            if spec is not None:
-                # Looking for a package is not importing it: only a loader that runs says that it is wanted.
-                if spec.origin is not None and hasattr(spec.loader, "__dict__"):
-                    _tell(spec.loader, name)
-                return spec
-    finally:
-        _FINDING.discard(key)
-    return None
-
-
-def _tell(loader: Any, name: str) -> None:
-    """Has the loader's next `exec_module` of the package load the fixes after it."""
-    own = vars(loader)
-    run, before = loader.exec_module, own.get("exec_module")
-
-    def exec_module(module: ModuleType) -> None:
-        # A loader can serve several modules, as those of zip archives do: it is itself again before anything runs.
-        if own.get("exec_module") is exec_module:
-            del own["exec_module"]
-            if before is not None:
-                own["exec_module"] = before
-        run(module)
-        if module.__name__ == name:
-            _load(name)
-
-    own["exec_module"] = exec_module
+    return imports.found(asking, name, path, target, lambda _module: _load(name))
 
 
 def _load(name: str) -> None:
