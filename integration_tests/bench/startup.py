@@ -20,10 +20,10 @@ from kvmend.startup import line
 #: Nobody wants these imported by a tool that looks at an installation.
 HEAVY = ("torch", "paddle", "vllm", "fastdeploy")
 
-#: What the framework's plugin loader does, in a process that has imported what the fixes touch; so they are applied.
+#: What the framework's plugin loader does.
 _ENTRY_POINT = """
     import json, sys, time
-    import {package}, {module}
+    {imports}
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096 / 2**20
@@ -35,6 +35,8 @@ _ENTRY_POINT = """
     outcomes = dict((each.fix, str(each.outcome)) for each in applier.results())
     print(json.dumps([seconds * 1000, resident() - memory, len(sys.modules) - modules, outcomes]))
 """
+#: Package, a module that the fixes touch, entry function. Where the module is imported the fixes are applied; where
+#: nothing is they are armed, and the standard modules that the framework would import are imported by kvmend.
 _FRAMEWORKS = (
     ("vLLM", "vllm", "vllm.v1.core.sched.scheduler", "load_vllm"),
     ("FastDeploy", "fastdeploy", "fastdeploy.engine.sched.resource_manager_v1", "load_fastdeploy"),
@@ -74,25 +76,26 @@ def entry_point(rounds: int) -> list[Row]:
     rows = []
     for name, package, module, function in _FRAMEWORKS:
         case = f"entry point in a process that has imported {name}"
-        code = _ENTRY_POINT.format(package=package, module=module, function=function)
-        tries = [run(code) for _ in range(rounds + 1)][1:]
-        if tries[0].returncode:
+        imports = f"import {package}, {module}"
+        if run(imports).returncode:
             rows.append(row(case, "ms", None, 30, f"{package} cannot be imported here"))
             continue
-        figures = [json.loads(each.stdout.splitlines()[-1]) for each in tries]
-        nothing = [0.0] * rounds
-        outcomes = ", ".join(f"{fix} {outcome}" for fix, outcome in figures[0][3].items())
-        rows.append(row(case, "ms", added(nothing, [each[0] for each in figures]), 30, outcomes))
-        rows.append(
-            row(
-                f"{case}, memory",
-                "MiB",
-                added(nothing, [each[1] for each in figures]),
-                None,
-                f"{figures[0][2]} modules",
-            )
-        )
+        rows += entered(case, imports, function, 30, rounds)
+        rows += entered(f"entry point for {name} in a process that has imported nothing", "", function, None, rounds)
     return rows
+
+
+def entered(case: str, imports: str, function: str, target: float | None, rounds: int) -> list[Row]:
+    """Time and memory that an entry function adds to a process that has imported something."""
+    code = _ENTRY_POINT.format(imports=imports, function=function)
+    tries = [run(code) for _ in range(rounds + 1)][1:]
+    figures = [json.loads(each.stdout.splitlines()[-1]) for each in tries]
+    nothing = [0.0] * rounds
+    outcomes = ", ".join(f"{fix} {outcome}" for fix, outcome in figures[0][3].items())
+    return [
+        row(case, "ms", added(nothing, [each[0] for each in figures]), target, outcomes),
+        row(f"{case}, memory", "MiB", added(nothing, [each[1] for each in figures]), None, f"{figures[0][2]} modules"),
+    ]
 
 
 def other_process(rounds: int) -> Row:

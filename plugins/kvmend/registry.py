@@ -96,8 +96,9 @@ def _name_of(distribution: importlib.metadata.Distribution) -> str | None:
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     except UnicodeDecodeError:
         return None
-    found = re.match(r"(?:.+\n)*?Name:[ \t]*(\S+)", text)
-    return re.sub(r"[-_.]+", "-", found[1]).lower() if found else None
+    header = text.partition("\n\n")[0].splitlines()
+    name = next((line[len("Name:") :].strip() for line in header if line.startswith("Name:")), None)
+    return None if name is None else re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _owner(point: importlib.metadata.EntryPoint) -> str:
