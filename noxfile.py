@@ -23,7 +23,7 @@ os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
 # Engines import torch and vLLM in several processes; compiled once, they come up in a fraction of the time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-TEST = ["pytest>=8", "hypothesis>=6.100", "jsonschema>=4.20", "prometheus-client>=0.18"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "jsonschema>=4.20", "prometheus-client>=0.18", "wrapt>=1.14"]
 #: The release whose engine shows the fault.
 ENGINE = next(pin["release"] for pin in PINS["vllm"] if pin.get("engine", False))
 ENGINE_TESTS = sorted(str(path) for path in (HERE / "integration_tests" / "vllm").glob("test_engine_*.py"))

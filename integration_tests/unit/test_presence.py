@@ -59,7 +59,7 @@ def test_a_kvmend_that_is_only_on_the_path_is_no_success(tmp_path: Path) -> None
     """Catches exit code 0 and an empty list from an interpreter that has kvmend's files and none of its metadata."""
     libraries = tmp_path / "libraries"
     libraries.mkdir()
-    for name in ("click", "packaging", "rich", "wrapt", "markdown_it", "mdurl", "pygments"):
+    for name in ("click", "packaging", "rich", "markdown_it", "mdurl", "pygments"):
         if (spec := importlib.util.find_spec(name)) and spec.origin:
             (libraries / name).symlink_to(Path(spec.origin).parent)
     command = [sys.executable, "-S", "-m", "kvmend", "check"]
