@@ -31,9 +31,9 @@ What the original counts during a lookup is held back: while it runs, a stand-in
 statistics object and keeps what was counted, three numbers and the request's id. When the request is then admitted
 (`allocate_slots` returns blocks and the request had none computed) they are settled into the statistics, once, by the
 original's own counters. The newest lookup of the request counts, and a failed admission drops it; the last 31 lookups
-of a manager are remembered, so that probes in between do not matter. On 0.24 - 0.26 `schedule()` itself looks up and
-counts for hybrid (Mamba) models with a connector; there the counters are noted after the lookup and put back unless
-the same request is admitted.
+that no admission followed at once are remembered, so that probes in between do not matter. On 0.24 - 0.26 `schedule()`
+itself looks up and counts for hybrid (Mamba) models with a connector; there the counters are noted after the lookup and
+put back unless the same request is admitted.
 
 Safe because: what is scheduled does not depend on these counters; return values pass through untouched whatever their
 number; the statistics object that others hold stays the same object between two `make_prefix_cache_stats` calls;
