@@ -20,7 +20,7 @@ FLOORS = (
     {"kvmend.fix", "kvmend.outcome", "kvmend.process"},
     {"kvmend.fingerprint", "kvmend.settings", "kvmend.registry", "kvmend.seams"},
     {"kvmend.api", "kvmend.voice"},
-    {"kvmend.source"},
+    {"kvmend.source", "kvmend.trees"},
     {"kvmend.locate"},
     {"kvmend.judge"},
     {"kvmend.plan"},

@@ -92,10 +92,10 @@ def test_a_fix_that_is_judged_late_reads_no_source_before_its_module_is_imported
     register_fix(tmp_path, "make_fix(judge_late=True)")
     code = _IMPORTS + (
         "import toyfw\n"
-        "from kvmend import locate\n"
+        "from kvmend import trees\n"
         "read = []\n"
-        "plain = locate.FolderTree.read\n"
-        "locate.FolderTree.read = lambda self, name: read.append(name) or plain(self, name)\n"
+        "plain = trees.FolderTree.read\n"
+        "trees.FolderTree.read = lambda self, name: read.append(name) or plain(self, name)\n"
         "armed = [str(result.outcome) for result in apply_all('toyfw')]\n"
         "before = [name for name in read if name.startswith('toyfw/')]\n"
         "import toyfw.engine\n"

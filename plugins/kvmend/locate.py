@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import codecs
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -12,16 +11,15 @@ import re
 import sys
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from kvmend.errors import LocateError
 from kvmend.fix import BodySource, Framework
 from kvmend.record import record
+from kvmend.trees import FolderTree, Tree, WheelTree, decoded
 
 #: Where a folder given by the user may keep packages: itself, a virtual environment, a mounted container root.
 _SITE_PATTERNS = (
@@ -45,78 +43,6 @@ _SITE_PATTERNS = (
 )
 #: The two kinds of folder that installers keep metadata in, and the file with the name and the version.
 _METADATA = {".dist-info": "METADATA", ".egg-info": "PKG-INFO"}
-
-
-class Tree(Protocol):
-    """A place that holds packages."""
-
-    def read(self, relative: str) -> bytes | None:
-        """Content of a file by its path below the place, or None if it is not there.
-
-        Raises:
-            LocateError: It is there and cannot be read; the message names file and cause.
-        """
-
-    def where(self, relative: str) -> str:
-        """How the user would name that file."""
-
-
-@record(frozen=True, kw_only=True)
-class FolderTree:
-    """A folder that holds packages, as one on `sys.path` does."""
-
-    root: Path
-
-    def read(self, relative: str) -> bytes | None:
-        """See `Tree.read`."""
-        try:
-            return (self.root / relative).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise LocateError(f"{self.where(relative)} cannot be read: {_cause(error)}") from error
-
-    def where(self, relative: str) -> str:
-        """See `Tree.where`."""
-        return str(self.root / relative)
-
-
-@record(frozen=True, kw_only=True)
-class WheelTree:
-    """A wheel, read in place."""
-
-    path: Path
-
-    def read(self, relative: str) -> bytes | None:
-        """See `Tree.read`."""
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                return archive.read(relative)
-        except KeyError:
-            return None
-        except (OSError, zipfile.BadZipFile, zlib.error) as error:
-            raise LocateError(f"{self.where(relative)} cannot be read: {_cause(error)}") from error
-
-    def where(self, relative: str) -> str:
-        """See `Tree.where`."""
-        return f"{self.path}!/{relative}"
-
-
-def _cause(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)
-
-
-def _decoded(content: bytes, where: str) -> str:
-    """Text of a file, with the line ends of Python.
-
-    Raises:
-        LocateError: It is not UTF-8.
-    """
-    try:
-        text = content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise LocateError(f"{where} cannot be read: not UTF-8 (byte {error.start})") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 @record(frozen=True, kw_only=True)
@@ -174,7 +100,7 @@ class Installation:
         if module not in self._texts:
             found = self._file(module)
             try:
-                self._texts[module] = (_decoded(*found), found[1]) if found else None
+                self._texts[module] = (decoded(*found), found[1]) if found else None
             except LocateError as error:
                 self._texts[module], self._troubles[module] = None, str(error)
         return self._texts[module]
@@ -368,7 +294,7 @@ def _project(folder: str) -> str:
 def _text_or_none(tree: Tree, relative: str) -> str | None:
     try:
         content = tree.read(relative)
-        return None if content is None else _decoded(content, relative)
+        return None if content is None else decoded(content, relative)
     except LocateError:
         return None
 

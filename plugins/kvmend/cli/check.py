@@ -17,9 +17,10 @@ from kvmend.cli import hook, presence
 from kvmend.cli.output import reader_may_leave
 from kvmend.errors import LocateError, SettingsError
 from kvmend.fix import Fix, Framework
-from kvmend.locate import FolderTree, Installation, locate_installed, locate_path
+from kvmend.locate import Installation, locate_installed, locate_path
 from kvmend.outcome import Outcome, Result
 from kvmend.plan import make_plan
+from kvmend.trees import FolderTree
 
 SCHEMA = 1
 WILL_APPLY, NOT_LOADED = "will_apply", "not_loaded"
