@@ -143,7 +143,11 @@ def make_rig(scheduler_class: Callable[[Any], Any] = OwnLoop, **options: Any) ->
     """
     manager_class = make_manager_class(**options)
     context = Context(
-        mode="1", features=frozenset(), facts={}, counters=Counters(FIX.counters), log=logging.getLogger("vllm.kvmend")
+        mode="1",
+        features=frozenset(),
+        facts={},
+        counters=Counters(FIX.counters, FIX.may_fall),
+        log=logging.getLogger("vllm.kvmend"),
     )
     (site,) = FIX.sites
     manager_class.__init__ = site.wrap(manager_class.__init__, context)

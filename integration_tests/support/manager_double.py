@@ -117,6 +117,7 @@ def make_rig(
             self.found = 0
             self.full = False
             self.broken = False
+            self.during: Callable[[], Any] = lambda: None
 
         def get_computed_blocks(self, request: Request) -> tuple[Any, ...]:
             counters: Any = self.prefix_cache_stats
@@ -135,6 +136,7 @@ def make_rig(
             return result
 
         def allocate_slots(self, request: Request, num_new_tokens: int, num_lookahead: int = 4) -> Any:
+            self.during()
             return None if self.full else (request, num_new_tokens, num_lookahead)
 
         def make_prefix_cache_stats(self) -> Stats | None:
@@ -152,7 +154,11 @@ def make_rig(
     holders: dict[str, Any] = {"KVCacheManager": KVCacheManager, "HybridKVCacheCoordinator": HybridKVCacheCoordinator}
     features = GENERATIONS[generation]
     context = Context(
-        mode="1", features=features, facts={}, counters=Counters(FIX.counters), log=logging.getLogger("vllm")
+        mode="1",
+        features=features,
+        facts={},
+        counters=Counters(FIX.counters, FIX.may_fall),
+        log=logging.getLogger("vllm"),
     )
     for method, wrap in (beneath or {}).items():
         setattr(KVCacheManager, method, wrap(vars(KVCacheManager)[method]))

@@ -404,6 +404,22 @@ def test_requests_admitted_right_after_their_lookups_push_none_out(generation: s
     assert rig.counted == {"held": before + 131, "settled": 101, "dropped": before + 30}
 
 
+@EVERY
+@pytest.mark.parametrize("full", [False, True])
+def test_a_report_in_the_middle_of_an_admission_does_not_take_a_held_lookup_back(generation: str, full: bool) -> None:
+    """Catches a counter that falls by one for a moment, which Prometheus takes for a restart."""
+    rig, told = make_rig(generation), []
+    rig.manager.during, rig.manager.full = lambda: told.append(rig.counted["held"]), full
+    for _ in range(3):
+        request = Request()
+        rig.lookup(request)
+        told.append(rig.counted["held"])
+        rig.admit(request)
+        told.append(rig.counted["held"])
+    assert told == sorted(told)
+    assert told[-1] == 3
+
+
 @AT_THE_LOOKUP
 def test_admissions_in_the_reverse_order_of_their_lookups_count(generation: str) -> None:
     rig = make_rig(generation)

@@ -155,8 +155,8 @@ def test_a_computed_counter_is_never_below_zero_and_a_broken_one_costs_only_itse
     __import__(ENGINE)
     applier.apply(make_fix(counters={"calls": "calls", "left": "left", "odd": "odd"}, may_fall=("left",)))
     counters = JOURNAL.entries["toy-count"].counters
-    counters.derive("left", lambda: counters.calls - 1)
-    counters.derive("odd", lambda: 1 // 0)
+    counters.derive("left", lambda now: now["calls"] - 1)
+    counters.derive("odd", lambda _: 1 // 0)
     (fix,) = report.snapshot()["fixes"]
     assert (fix["counters"], fix["derived"]) == ({"calls": 0, "left": 0, "odd": 0}, ["left"])
 

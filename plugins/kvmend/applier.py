@@ -59,7 +59,7 @@ def apply(fix: Fix, installation: Installation | None = None) -> Result:
             return commit(fix.id)
         late = fix.judge_late and not any(module_of(site) for site in fix.sites)
         plan = make_plan(fix, installation=installation, judge_now=not late, by_files=True)
-        JOURNAL.entries[fix.id] = Entry(plan=plan, result=plan.result, counters=Counters(fix.counters))
+        JOURNAL.entries[fix.id] = Entry(plan=plan, result=plan.result, counters=Counters(fix.counters, fix.may_fall))
         return commit(fix.id) if plan.sites else plan.result
 
 

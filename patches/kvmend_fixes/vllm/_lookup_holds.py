@@ -21,8 +21,8 @@ def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[...,
     """Wrapper of `KVCacheManager.get_computed_blocks(request)`: nothing it counts reaches the statistics yet."""
     counters = context.counters
     # Not counted lookup by lookup: a lookup that is not settled, or not yet, keeps its place in a ring.
-    counters.derive("held", lambda: dropped(counters) + counters.settled)
-    counters.derive("dropped", lambda: dropped(counters))
+    counters.derive("dropped", lambda _: dropped(counters))
+    counters.derive("held", lambda now: now["dropped"] + now["settled"])
     recording = _recording if IN_PLACE in context.features else _as_it_is
     if _is_upstreams(original):
         look = recording(original)
