@@ -20,6 +20,7 @@ from bench import traces  # noqa: E402
 PYTHON = os.environ.get("KVMEND_FASTDEPLOY_PYTHON", sys.executable)
 #: Trees that each benchmark is about; of the replay also the modes.
 OVERHEAD = ("2.5", "7364", "2.6")
+START = "2.6"
 REPLAY = ("2.5:off", "2.5:safe", "7364:off", "7364:safe", "2.6:off", "2.6:safe")
 XPU = ("2.3", "2.4", "2.5", "2.6", "7420-parent", "7420", "develop")
 
@@ -65,6 +66,11 @@ def main() -> int:
         print(f"[{number}/{len(commands)}] {name}", flush=True)
         command = [PYTHON, str(Path(__file__).with_name(f"{name}.py")), *arguments, "--out", str(options.out)]
         failed |= subprocess.run(command, check=False).returncode != 0
+    if START in trees:
+        print("startup", flush=True)
+        path = os.pathsep.join([str(trees[START]), *sys.path[:4]])
+        command = [PYTHON, "-m", "bench.startup", "--framework", "FastDeploy", *quick, "--out", str(options.out)]
+        failed |= subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode != 0
     return int(failed)
 
 

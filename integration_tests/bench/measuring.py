@@ -221,12 +221,14 @@ class Report:
     """The rows of one benchmark.
 
     Args:
-        bench: Name of the benchmark and of its file, as in "vllm_overhead".
+        bench: Name of the benchmark, as in "vllm_overhead".
         rows: What was measured.
+        file: Name of its file without the ending, if it is not the benchmark's.
     """
 
-    def __init__(self, bench: str, rows: Iterable[Row] = ()) -> None:
+    def __init__(self, bench: str, rows: Iterable[Row] = (), file: str = "") -> None:
         self.bench = bench
+        self.file = file or bench
         self.rows = list(rows)
 
     @property
@@ -239,8 +241,8 @@ class Report:
         return {"bench": self.bench, "machine": machine(), "rows": [each.as_dict() for each in self.rows]}
 
     def write(self, folder: str | Path) -> Path:
-        """Writes `folder`/`bench`.json, complete or not at all."""
-        path = Path(folder) / f"{self.bench}.json"
+        """Writes the file, complete or not at all."""
+        path = Path(folder) / f"{self.file}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".json.new")
         temporary.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
