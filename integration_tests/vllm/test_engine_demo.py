@@ -267,8 +267,6 @@ def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, code:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # A shell that starts its children in the background makes them ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         wait_for_an_engine(tmp_path)
