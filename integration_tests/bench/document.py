@@ -25,6 +25,7 @@ TITLES = {
     "vllm_overhead": "vLLM: a scheduler step",
     "vllm_instructions": "vLLM: a scheduler step, in instructions",
     "fastdeploy_overhead": "FastDeploy: a prefill node's resource manager",
+    "fastdeploy_instructions": "FastDeploy: a prefill node's resource manager, in instructions",
     "startup": "Start of a process",
 }
 

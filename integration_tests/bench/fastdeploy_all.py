@@ -58,6 +58,7 @@ def main() -> int:
     quick = ["--quick"] if options.quick else []
     commands = {
         "fastdeploy_overhead": ["--trees", *these(OVERHEAD), *quick],
+        "fastdeploy_instructions": ["--trees", *these(OVERHEAD), *quick],
         "fastdeploy_replay": ["--trees", *these(REPLAY), "--pairs", *REPLAY, *trace, *quick],
         "xpu_table": these(XPU[1:] if options.quick else XPU),
     }

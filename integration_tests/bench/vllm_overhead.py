@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
     parser.add_argument("--requests", type=int, choices=SIZES, action="append", help="only so many; may be repeated")
     options = parser.parse_args()
-    sets, rounds = (2, 10) if options.quick else (6, 30)
+    sets, rounds = (2, 10) if options.quick else (5, 15)
     pythons = {"affected": sys.executable}
     if options.native:
         pythons["native"] = options.native

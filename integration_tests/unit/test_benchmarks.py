@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import document, plots, traces, vllm_instructions
+from bench import counting, document, plots, traces, vllm_instructions
 from support.interpreter import ROOT
 
 BENCH = ROOT / "integration_tests" / "bench"
@@ -227,9 +227,9 @@ def test_without_valgrind_one_line_says_that_instructions_are_not_counted(
 
 def test_counted_instructions_are_told_per_request_and_step(tmp_path: Path) -> None:
     """Catches figures of another case, and those of the dump at the end, which has no label."""
-    for number, (label, total) in enumerate([("deferred 10 without again 48", 480_000), ("admitted 100 with 4", 800)]):
+    for number, (label, total) in enumerate([("deferred 10 48 without again", 480_000), ("admitted 100 4 with", 800)]):
         text = f"desc: Trigger: Client Request: {label}\n\nevents: Ir\nsummary: {total}\nfn=(1)\n1 7\ntotals: {total}\n"
         (tmp_path / f"counts.{number}").write_text(text, encoding="utf-8")
     (tmp_path / "counts").write_text("desc: Trigger: Program termination\n\nsummary: 5\n", encoding="utf-8")
-    found = vllm_instructions.read(tmp_path)
+    found = vllm_instructions.per_request(counting.read(tmp_path))
     assert found == {("deferred", 10, "without again"): 1000.0, ("admitted", 100, "with"): 2.0}
