@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from importlib import resources
 from typing import Any
 
 from kvmend.errors import FingerprintError
@@ -160,7 +160,10 @@ def load_table(where: str) -> Table:
     """
     package, _, name = where.partition(":")
     try:
-        text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+        content = pkgutil.get_data(package, name)
+        if content is None:
+            raise ModuleNotFoundError(f"No module named {package!r}")
+        text = content.decode("utf-8")
     except (OSError, ImportError, TypeError, ValueError) as error:  # no package, no file, not UTF-8
         raise FingerprintError(f"table of known sources {where} cannot be read: {error}") from error
     return parse_table(text, where)
