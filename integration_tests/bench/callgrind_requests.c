@@ -1,4 +1,4 @@
-/* What a program under callgrind asks of it; see vllm_instructions.py. */
+/* What a program under callgrind asks of it; see counting.py. */
 #include <valgrind/callgrind.h>
 
 void start(void) { CALLGRIND_START_INSTRUMENTATION; }

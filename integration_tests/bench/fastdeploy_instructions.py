@@ -82,7 +82,8 @@ def serve(node: load.Load, counted_stage: str, clock: _Clock) -> None:
 def rows(found: dict[str, dict[str, int]], lives: list[int]) -> list[Any]:
     """What the trees' counts say of each pair of `fastdeploy_overhead`."""
     made = []
-    for one, other, note in load.PAIRS:
+    for pair in load.PAIRS:
+        one, other, _ = pair
         if one[0] not in found or other[0] not in found:
             continue
         for live in lives:
@@ -93,11 +94,9 @@ def rows(found: dict[str, dict[str, int]], lives: list[int]) -> list[Any]:
             for figures in both:
                 figures["whole request"] = sum(figures.values())
             for part in load.PARTS:
-                moved = one == ("2.5", "off") and part != "whole request"
                 case = f"{one[0]} without, {other[0]} with kvmend, {live} live: {part}"
                 ratio = compare([both[0][part]], [both[1][part]])
-                target = None if moved else load.TARGET
-                made.append(row(case, "instructions per request", ratio, target, note if moved else ""))
+                made.append(row(case, "instructions per request", ratio, *load.judged(pair, part)))
     return made
 
 
@@ -118,10 +117,8 @@ def main() -> int:
         return 0
     import fdtree
 
-    known = {name for pair in load.PAIRS for name, _ in pair[:2]}
-    trees = {path.name: path for path in options.trees or fdtree.real_trees() if path.name in known}
     found = {}
-    for name, path in trees.items():
+    for name, path in load.compared(options.trees or fdtree.real_trees()).items():
         command = [options.python, __file__, "--trees", str(path), "--live", *map(str, lives)]
         found[name] = counted(command, {})
     return finish(Report("fastdeploy_instructions", rows(found, lives)), options.out)

@@ -278,21 +278,32 @@ def _done(answer: dict[str, float]) -> tuple[float, float]:
     return answer["found"], answer["steps"]
 
 
+def judged(pair: tuple[Any, Any, str], part: str) -> tuple[float | None, str]:
+    """The target of a part of a pair, and what is to be said of it."""
+    moved = pair[0] == ("2.5", "off") and part != "whole request"
+    return (None, pair[2]) if moved else (TARGET, "")
+
+
+def compared(paths: list[Path]) -> dict[str, Path]:
+    """Those of some trees that are in a pair, by name."""
+    known = {name for pair in PAIRS for name, _ in pair[:2]}
+    return {path.name: path for path in paths if path.name in known}
+
+
 def rows(runs: list[dict[Any, Any]], trees: dict[str, Path], lives: tuple[int, ...]) -> list[Any]:
     """What the runs say of each pair."""
     rows = []
-    for one, other, note in PAIRS:
+    for pair in PAIRS:
+        one, other, _ = pair
         if one[0] not in trees or other[0] not in trees:
             continue
         title = f"{one[0]} without, {other[0]} with kvmend"
         for live in lives:
             for part in PARTS:
                 ratios: list[Ratio] = [compare(run[live, one, part], run[live, other, part]) for run in runs]
-                moved = one == ("2.5", "off") and part != "whole request"
-                target = None if moved else TARGET
                 case = f"{title}, {live} live: {part}"
                 found = pooled(ratios) if len(ratios) > 1 else ratios[0]
-                rows.append(row(case, "us per request", found, target, note if moved else ""))
+                rows.append(row(case, "us per request", found, *judged(pair, part)))
         if one == ("2.5", "off"):
             continue  # it has no blocks in the tree yet that could be compared
         bytes_ = compare([run["memory", one] for run in runs], [run["memory", other] for run in runs])
@@ -316,8 +327,7 @@ def main() -> int:
         return 0
     import fdtree
 
-    known = {name for pair in PAIRS for name, _ in pair[:2]}
-    trees = {path.name: path for path in options.trees or fdtree.real_trees() if path.name in known}
+    trees = compared(options.trees or fdtree.real_trees())
     lives = (10,) if options.quick else tuple(options.live)
     rounds, requests = (2, 2) if options.quick else (options.rounds, options.requests)
     runs = []
