@@ -345,3 +345,18 @@ def test_a_kvmend_that_is_gone_or_broken_is_silent_and_stops_nothing(enabled: En
     code = "import sys; print([path for path in sys.path_importer_cache if path.endswith('kvmend')])"
     assert enabled.run("-c", code).stdout == "[]\n"
     assert enabled.lookup(KVMEND_STRICT="1") == PLAIN
+
+
+def test_a_kvmend_that_cannot_be_loaded_says_so_in_one_line_where_a_framework_is_imported(enabled: Environment) -> None:
+    (copy_of_kvmend(enabled) / "loading.py").write_text("raise ImportError('half gone')\n", encoding="utf-8")
+    assert enabled.run("-c", "print('fine')").stderr == ""
+    done = enabled.run("-c", _LOOK)
+    assert done.stdout.strip() == PLAIN
+    assert done.stderr == "kvmend could not be loaded, its fixes are missing: ImportError('half gone')\n"
+    done = enabled.run("-c", _LOOK, KVMEND_STRICT="1")
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .endswith("KVMEND_STRICT=1: kvmend could not be loaded: ImportError('half gone')")
+    )
