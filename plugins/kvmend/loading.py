@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvmend import applier, hooks, registry, settings, voice
+from kvmend import applier, registry, settings, voice
 from kvmend.counters import Counters
 from kvmend.errors import SettingsError, StrictError
 from kvmend.fix import Fix
@@ -82,6 +82,8 @@ def apply_all(package: str | None = None) -> list[Result]:
             sites = JOURNAL.entries[fix.id].plan.sites if result.outcome is Outcome.ARMED else ()
         # Outside the lock: what is said and written may take its time.
         if sites and not known:
+            from kvmend import hooks  # most processes arm nothing
+
             hooks.arm(fix.id, sites, _settled(fix, strict))
         elif not known:
             voice.say(fix, result)
@@ -127,7 +129,7 @@ def _refused(fix: Fix, reason: str) -> Result:
     return JOURNAL.entries[fix.id].result
 
 
-def _settled(fix: Fix, strict: bool) -> hooks.Settled:
+def _settled(fix: Fix, strict: bool) -> Callable[[Result], None]:
     def settled(result: Result) -> None:
         voice.say(fix, result)
         _publish()

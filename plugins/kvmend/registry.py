@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from kvmend.fix import Fix
 from kvmend.record import record
@@ -74,17 +75,28 @@ def _registered(package: str | None) -> Iterator[importlib.metadata.EntryPoint]:
     """
     seen = set()
     for distribution in importlib.metadata.distributions():
-        try:
-            named = GROUP in (distribution.read_text("entry_points.txt") or "")
-        except UnicodeDecodeError:
-            continue
-        if named:
+        if _names_the_group(distribution):
             name = _name_of(distribution)
             if name is None or name not in seen:
                 for point in distribution.entry_points:
                     if holds_fixes(point.group) and package in (None, point.group[len(GROUP) + 1 :] or package):
                         yield point
             seen.add(name)
+
+
+def _names_the_group(distribution: importlib.metadata.Distribution) -> bool:
+    """Whether the distribution registers something in a group of ours.
+
+    Its own folder, where it has one, is read without `read_text`, which takes thrice as long with all its path objects.
+    """
+    folder = getattr(distribution, "_path", None)
+    try:
+        if isinstance(folder, Path):
+            with open(f"{folder}/entry_points.txt", "rb", buffering=0) as file:
+                return GROUP.encode() in file.readall()
+        return GROUP in (distribution.read_text("entry_points.txt") or "")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _name_of(distribution: importlib.metadata.Distribution) -> str | None:
