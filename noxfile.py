@@ -103,7 +103,8 @@ def unit_between(session: nox.Session) -> None:
 
 
 def run_unit(session: nox.Session) -> None:
-    session.install("-e", ".", *TEST, "pip", "uv", "tomli; python_version < '3.11'")
+    tools = ["pip", "uv", "tomli; python_version < '3.11'", *PINS["bench"]["requirements"]]
+    session.install("-e", ".", *TEST, *tools)
     session.run("pytest", "integration_tests/unit", *session.posargs)
 
 
@@ -190,8 +191,10 @@ def bench_vllm(session: nox.Session, release: str) -> None:
         return
     native = Path(session.virtualenv.location).with_name(f"bench_vllm-release-{BENCH_VLLM[0].replace('.', '-')}")
     options = ["--out", str(results_of(session)), *(["--quick"] if "--quick" in session.posargs else [])]
+    session.install(*PINS["bench"]["requirements"])
+    rounds = ["--rounds", str(Path(session.cache_dir) / "rounds" / "vllm_overhead.json")]
     for name, more in (
-        ("vllm_overhead", ["--native", str(native / "bin" / "python")]),
+        ("vllm_overhead", ["--native", str(native / "bin" / "python"), *rounds]),
         ("vllm_instructions", []),
         ("startup", []),
     ):

@@ -80,7 +80,7 @@ def counted(command: Sequence[str], environment: Mapping[str, str]) -> dict[str,
         if built.returncode:
             raise SystemExit(f"valgrind's header is not to be had: {built.stderr.splitlines()[0]}")
         callgrind = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no"]
-        callgrind += [f"--callgrind-out-file={folder / 'counts'}", *command, OPTION, str(library)]
+        callgrind += [f"--callgrind-out-file={folder / 'counts'}.%p", *command, OPTION, str(library)]
         ended = subprocess.run(callgrind, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, check=False)
         if ended.returncode:
             raise SystemExit(f"{command[-1]} under callgrind ended with exit code {ended.returncode}")

@@ -4,7 +4,7 @@
 
 The load is that of `fastdeploy_overhead`, which measures time, and so is what may be compared with what: there the
 workers are processes of their own, which differ by some per cent in how their memory happens to lie. Counted with
-valgrind, which a C compiler has to be beside; five minutes a tree.
+valgrind, which a C compiler has to be beside; ten minutes a tree.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from bench.measuring import Report, arguments, compare, finish, row  # noqa: E40
 MODES = ("off", "safe")
 #: What a request goes through, as `Load` calls it, and as the report does.
 _STAGES = {"preallocate": "preallocate", "prefill": "schedule", "finish": "finish"}
-#: Requests that are counted, and those that are served before.
-_REQUESTS, _WARM_UP = 6, 4
+#: Requests that are counted, and those that are served before, while CPython specialises its code.
+_REQUESTS, _WARM_UP = 16, 24
 
 
 class _Clock:

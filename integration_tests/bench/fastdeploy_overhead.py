@@ -3,7 +3,7 @@
     python integration_tests/bench/fastdeploy_overhead.py --trees 2.5 7364 2.6
 
 Each tree, as released and with the fix, is a process of its own; all of them do the same blocks of work in turns, so
-that a pair of figures was taken within a second or two. A block serves some requests beside a number of live ones:
+that a pair of figures was taken within a second. A block serves a request beside a number of live ones:
 half of these wait for the decode node, the other half are prefilled and wait for their blocks to be fetched. Serving
 one is `preallocate_resource_in_p`, as many `schedule` calls as its prompt takes, and `finish_requests`. The pool is so
 small that finished prompts are evicted.
@@ -44,6 +44,7 @@ SHARED = 4096
 BUDGET = 8192
 PARTS = ("preallocate", "schedule", "whole request")
 _TOKENS = list(range(65_536))
+_MEMORY_REQUESTS = 40
 
 
 class Traffic:
@@ -266,7 +267,7 @@ def run(python: str, trees: dict[str, Path], lives: tuple[int, ...], rounds: int
                         found.setdefault((live, key, part), []).append(answer[part])
             print(f"  {live} live requests measured", file=sys.stderr, flush=True)
         for key in keys:
-            found["memory", key] = ask(key, f"memory {5 * requests}")
+            found["memory", key] = ask(key, f"memory {_MEMORY_REQUESTS}")
     finally:
         for server in servers.values():
             server.close()
@@ -317,9 +318,9 @@ def main() -> int:
     parser.add_argument("--trees", type=Path, nargs="*", help="folders of trees; default as for the tests")
     parser.add_argument("--python", default=os.environ.get("KVMEND_FASTDEPLOY_PYTHON", sys.executable))
     parser.add_argument("--live", type=int, nargs="*", default=LIVE, help="numbers of live requests")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--requests", type=int, default=8, help="requests in a block of work")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=1, help="requests in a block of work")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -329,7 +330,7 @@ def main() -> int:
 
     trees = compared(options.trees or fdtree.real_trees())
     lives = (10,) if options.quick else tuple(options.live)
-    rounds, requests = (2, 2) if options.quick else (options.rounds, options.requests)
+    rounds, requests = (4, 1) if options.quick else (options.rounds, options.requests)
     runs = []
     for number in range(1 if options.quick else options.runs):
         print(f"run {number + 1}", file=sys.stderr, flush=True)

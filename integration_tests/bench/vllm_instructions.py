@@ -9,6 +9,7 @@ however busy the machine is, so that differences far below the noise of a clock 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,9 @@ from bench.vllm_overhead import LABELS, SIZES, TARGET
 
 #: Requests that are counted for one figure; steps at least in decoding, of which every sixteenth allocates blocks.
 _COUNTED, _DECODING_STEPS = 480, 16
-#: Requests that go through each treatment before, while CPython specialises its code and the block pool fills.
-_WARM_UP = 2000
+#: Requests that are served before, while the block pool fills, and those that go through each treatment before it is
+#: counted, while CPython specialises its code.
+_WARM_UP, _MEETING = 2000, 200
 _TREATMENTS = ("without", "with", "empty wrappers", "without again")
 
 
@@ -74,15 +76,20 @@ def count(counter: Counter, sizes: tuple[int, ...]) -> None:
         for requests in sizes:
             block = vllm_steps.MAKERS[case](requests)
             steps = max(_DECODING_STEPS if case == "decode" else 1, _COUNTED // requests)
+            block(max(4, _WARM_UP // requests))
+            gc.collect()
             for treatment in _TREATMENTS:
                 print(f"  {case}, {requests} requests, {treatment}", file=sys.stderr, flush=True)
-                put(treatment)
-                block(max(4, _WARM_UP // requests))
-                gc.collect()
-                with counter.part(f"{case} {requests} {steps} {treatment}"):
-                    with_clock, vllm_steps.timed = vllm_steps.timed, timed
-                    block(steps)
-                    vllm_steps.timed = with_clock
+                # Each in a child of its own: all of them go on from the same requests, blocks and dictionaries.
+                if os.fork() == 0:
+                    put(treatment)
+                    block(max(2, _MEETING // requests))
+                    vllm_steps.timed = timed
+                    with counter.part(f"{case} {requests} {steps} {treatment}"):
+                        block(steps)
+                    os._exit(0)
+                if os.wait()[1]:
+                    raise SystemExit(f"{case}, {requests} requests, {treatment}: its process failed")
 
 
 if __name__ == "__main__":

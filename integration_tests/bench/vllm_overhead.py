@@ -1,22 +1,26 @@
 """What a `schedule()` of vLLM costs with kvmend, relative to one without, and to one of a natively fixed release.
 
-Run as `python -m bench.vllm_overhead [--out FOLDER] [--native PYTHON]` in `integration_tests`, with an interpreter that
-has an affected vLLM; `PYTHON` is one that has vLLM 0.27 or later. Only ratios mean anything: the requests are tiny and
-there is no model, so that a step here is all scheduler. Each case is measured in several fresh processes, in each with
-and without in turns; see `vllm_steps` for the cases.
+Run as `python -m bench.vllm_overhead [--out FOLDER] [--native PYTHON] [--rounds FILE]` in `integration_tests`, with an
+interpreter that has an affected vLLM; `PYTHON` is one that has vLLM 0.27 or later, and `FILE` gets every round, for
+pyperf to look at. Only ratios mean anything: the requests are tiny and there is no model, so that a step here is all
+scheduler. Each case is measured in several fresh processes, in each with and without in turns; see `vllm_steps` for the
+cases.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import tempfile
+import time
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
 from bench.measuring import Ratio, Report, arguments, compare, finish, pooled, row
+from bench.rounds import write_rounds
 from bench.vllm_steps import CASES, TREATMENTS, Order
 
 TARGET = 1.01
@@ -28,8 +32,12 @@ LABELS = {
     "empty wrappers": "wrappers that only pass the call on, the least that any can cost",
     "native": "a release that is natively fixed",
 }
-#: Requests in a block: so many that it takes milliseconds, and so few that a pair was taken within a moment.
-_BLOCK = 500
+#: Requests in a block: so many that it takes milliseconds, and so few that a pair was taken within a moment. A busy
+#: machine changes its pace within tens of milliseconds, so many small pairs say more than a few large ones.
+_BLOCK = {"deferred": 300, "admitted": 60, "decode": 300}
+#: Seconds for a case in a set. An admission takes four times as long outside the clock as inside.
+_SECONDS = {"deferred": 12.0, "admitted": 45.0, "decode": 20.0}
+_LEAST_ROUNDS = 10
 
 
 class Fleet:
@@ -70,26 +78,28 @@ def _start(python: str, address: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([python, "-m", "bench.vllm_steps", address], env=environment)
 
 
-def measured(fleet: Fleet, order: Order, rounds: int) -> dict[str, list[float]]:
+def measured(fleet: Fleet, order: Order, seconds: float) -> dict[str, list[float]]:
     """Seconds per step by treatment, round by round, in one fresh process for each host.
 
     Args:
         fleet: Where to fork it.
         order: What to measure.
-        rounds: Blocks of each treatment.
+        seconds: How long to go on; ten rounds at least, each a block of every treatment.
     """
     children = {host: fleet.child(host, order) for host in fleet.hosts}
     turns = [("affected", treatment) for treatment in TREATMENTS]
     turns += [("native", "without")] if "native" in children else []
     figures: dict[str, list[float]] = {_name(*turn): [] for turn in turns}
-    steps = max(1, _BLOCK // order.requests)
-    for number in range(-2, rounds):
-        for host, treatment in turns if number % 2 else reversed(turns):
+    steps = max(1, _BLOCK[order.case] // order.requests)
+    end = time.monotonic() + seconds
+    number, chance = -3, random.Random(order.requests)
+    while (number := number + 1) < _LEAST_ROUNDS or time.monotonic() < end:
+        # By chance: what a block leaves in the processor's caches, the next one has.
+        for host, treatment in chance.sample(turns, len(turns)):
             children[host].send((treatment, steps))
             figure = children[host].recv()
             if number >= 0:
                 figures[_name(host, treatment)].append(figure)
-        turns.append(turns.pop(0))
     for child in children.values():
         child.send(None)
         child.close()
@@ -105,24 +115,31 @@ def main() -> int:
     parser.add_argument("--native", metavar="PYTHON", help="interpreter with vLLM 0.27 or later")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
     parser.add_argument("--requests", type=int, choices=SIZES, action="append", help="only so many; may be repeated")
+    parser.add_argument("--rounds", metavar="FILE", type=Path, help="write every round there, for pyperf to look at")
     options = parser.parse_args()
-    sets, rounds = (2, 10) if options.quick else (5, 15)
+    sets, share = (2, 0.0) if options.quick else (5, 1.0)
     pythons = {"affected": sys.executable}
     if options.native:
         pythons["native"] = options.native
     cases = [(case, number) for case in options.case or CASES for number in options.requests or SIZES]
     runs: dict[tuple[str, int, str], list[Ratio]] = {}
+    rounds: dict[str, list[list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="kvmend-bench-") as folder:
         fleet = Fleet(pythons, folder)
         for number in range(sets):
             print(f"  set {number + 1} of {sets}", file=sys.stderr, flush=True)
             for case, requests in cases:
-                figures = measured(fleet, Order(case, requests), rounds)
+                print(f"    {case}, {requests} requests", file=sys.stderr, flush=True)
+                figures = measured(fleet, Order(case, requests), share * _SECONDS[case])
+                for name, found in figures.items():
+                    rounds.setdefault(f"{case}, {requests} requests: {name}", []).append(found)
                 without = [each * 1e6 for each in figures.pop("without")]
                 for name, found in figures.items():
                     ratio = compare(without, [each * 1e6 for each in found])
                     runs.setdefault((case, requests, name), []).append(ratio)
         fleet.end()
+    if options.rounds:
+        write_rounds(options.rounds, rounds)
     report = Report("vllm_overhead")
     for name in dict.fromkeys(name for _, _, name in runs):
         for case, requests in cases:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import counting, document, plots, traces, vllm_instructions
+from bench import counting, document, plots, rounds, traces, vllm_instructions
 from support.interpreter import ROOT
 
 BENCH = ROOT / "integration_tests" / "bench"
@@ -233,3 +233,18 @@ def test_counted_instructions_are_told_per_request_and_step(tmp_path: Path) -> N
     (tmp_path / "counts").write_text("desc: Trigger: Program termination\n\nsummary: 5\n", encoding="utf-8")
     found = vllm_instructions.per_request(counting.read(tmp_path))
     assert found == {("deferred", 10, "without again"): 1000.0, ("admitted", 100, "with"): 2.0}
+
+
+def test_pyperf_reads_the_rounds_of_a_benchmark(tmp_path: Path) -> None:
+    pyperf = pytest.importorskip("pyperf")
+    rounds.write_rounds(tmp_path / "new" / "rounds.json", {"decode: with": [[0.25, 0.5], [0.75]]})
+    (found,) = pyperf.BenchmarkSuite.load(str(tmp_path / "new" / "rounds.json"))
+    assert (found.get_name(), found.get_unit()) == ("decode: with", "second")
+    assert found.get_values() == (0.25, 0.5, 0.75)
+
+
+def test_without_pyperf_the_file_that_was_asked_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyperf", None)
+    with pytest.raises(SystemExit, match=r"rounds\.json cannot be written: pyperf is not installed"):
+        rounds.write_rounds(tmp_path / "rounds.json", {"decode: with": [[0.25]]})
+    assert not list(tmp_path.iterdir())

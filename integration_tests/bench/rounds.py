@@ -1,0 +1,35 @@
+"""Every round of a benchmark in the file format of pyperf, whose tools show how they are spread.
+
+pyperf itself measures one thing after the other. On a machine whose pace changes by a fifth within seconds that says
+nothing about one per cent; so the rounds are taken in turns by `measuring`, and pyperf is for looking at them:
+
+    python -m pyperf hist FILE -b "decode, 100 requests: without"
+    python -m pyperf stats FILE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def write_rounds(path: Path, rounds: Mapping[str, Sequence[Sequence[float]]]) -> None:
+    """Writes a suite of benchmarks.
+
+    Args:
+        path: The file; what was there is replaced.
+        rounds: By name of a benchmark its processes, and of each the seconds of its rounds.
+
+    Raises:
+        SystemExit: pyperf is not installed.
+    """
+    try:
+        import pyperf
+    except ImportError as error:
+        raise SystemExit(f"{path} cannot be written: pyperf is not installed") from error
+    benchmarks = []
+    for name, processes in rounds.items():
+        facts = {"name": name, "unit": "second"}
+        benchmarks.append(pyperf.Benchmark([pyperf.Run(each, metadata=facts) for each in processes]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyperf.BenchmarkSuite(benchmarks).dump(str(path), replace=True)
