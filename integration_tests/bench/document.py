@@ -154,8 +154,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"Of {len(judged)} rows with a target, {len(judged) - len(missed)} meet it by their median."]
     if spanned:
         lines[0] += f" In {spanned} the target lies within the interval: this run does not decide about them."
-    lines += [f"- Missed: {row['case']}: {_figure(row, 'median')}, target {row['target']:g}." for row in missed]
-    return [*lines, ""]
+    return [*lines, *map(_missed, missed), ""]
+
+
+def _missed(row: dict[str, Any]) -> str:
+    word = "Missed by the median" if _undecided(row) else "Missed"
+    return f"- {word}: {row['case']} ({row['unit']}): {_figure(row, 'median')}, target {row['target']:g}."
 
 
 def report(rows: Sequence[dict[str, Any]]) -> list[str]:

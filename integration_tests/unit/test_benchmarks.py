@@ -141,7 +141,7 @@ def test_a_row_of_the_page_says_target_ratio_and_verdict() -> None:
 def test_the_page_counts_the_targets_and_names_those_that_were_missed() -> None:
     told = "Of 3 rows with a target, 2 meet it by their median. In 1 the target lies within the interval: "
     assert f"{told}this run does not decide about them." in page()
-    assert "- Missed: 400 live: schedule: 1.034, target 1.02." in page()
+    assert "- Missed by the median: 400 live: schedule (us): 1.034, target 1.02." in page()
 
 
 def test_what_an_earlier_run_left_is_called_so() -> None:
