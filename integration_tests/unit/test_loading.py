@@ -159,6 +159,17 @@ def test_a_registration_without_metadata_keeps_no_fix_away(root: Path) -> None:
     assert "fix ghost of " in done.stdout
 
 
+def test_a_registration_that_is_not_utf_8_keeps_no_fix_away(root: Path) -> None:
+    """Catches a registration that is found to name the group and then cannot be parsed: nothing would be loaded."""
+    write_release(root)
+    register_fix(root)
+    info = write_dist_info(root, "latin", "1", {})
+    (info / "entry_points.txt").write_bytes(b"[kvmend.fixes]\n# caf\xe9\nghost = ghost:FIX\n")
+    done = run(_LOAD + "import toyfw.engine\n" + _SAY, path=[root])
+    assert done.value["toy-count"][0] == "applied"
+    assert "could not be loaded" not in done.stdout
+
+
 def test_a_defect_of_kvmend_itself_is_logged_and_the_server_comes_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

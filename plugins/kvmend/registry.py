@@ -93,7 +93,7 @@ def _names_the_group(distribution: importlib.metadata.Distribution) -> bool:
     try:
         if isinstance(folder, Path):
             with open(f"{folder}/entry_points.txt", "rb", buffering=0) as file:
-                return GROUP.encode() in file.readall()
+                return GROUP in file.readall().decode("utf-8")
         return GROUP in (distribution.read_text("entry_points.txt") or "")
     except (OSError, UnicodeDecodeError):
         return False
