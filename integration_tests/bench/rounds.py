@@ -1,7 +1,7 @@
 """Every round of a benchmark in the file format of pyperf, whose tools show how they are spread.
 
 pyperf itself measures one thing after the other. On a machine whose pace changes by a fifth within seconds that says
-nothing about one per cent; so the rounds are taken in turns by `measuring`, and pyperf is for looking at them:
+nothing about one per cent; so benchmarks here take their rounds in turns, and pyperf is for looking at them:
 
     python -m pyperf hist FILE -b "decode, 100 requests: without"
     python -m pyperf stats FILE

@@ -86,7 +86,7 @@ def serve(order: Order) -> None:
             treatment, steps = asked
             put(treatment)
             if order.requests <= _MEETING:
-                block(max(1, _MEETING // order.requests))
+                block(_MEETING // order.requests)
             parent.send(block(steps))
 
 
