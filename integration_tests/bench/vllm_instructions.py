@@ -24,7 +24,7 @@ from bench.vllm_overhead import LABELS, SIZES, TARGET
 _COUNTED, _DECODING_STEPS = 480, 16
 #: Requests that are served before, while the block pool fills, and those that go through each treatment before it is
 #: counted, while CPython specialises its code.
-_WARM_UP, _MEETING = 2000, 200
+_WARM_UP, _MEETING = 2000, 1000
 _TREATMENTS = ("without", "with", "empty wrappers", "without again")
 
 
@@ -74,7 +74,9 @@ def count(counter: Counter, sizes: tuple[int, ...]) -> None:
     gc.disable()
     for case in vllm_steps.CASES:
         for requests in sizes:
+            put("with")  # a manager is met when it is made
             block = vllm_steps.MAKERS[case](requests)
+            put("without")
             steps = max(_DECODING_STEPS if case == "decode" else 1, _COUNTED // requests)
             block(max(4, _WARM_UP // requests))
             gc.collect()

@@ -25,7 +25,7 @@ BLOCK, PROMPT = 16, 33
 CASES = ("deferred", "admitted", "decode")
 #: Requests in the steps that CPython gets to specialise its code for what has just been put in place: where it did so
 #: before, it takes 53 misses before it does so again.
-_MEETING = 150
+_MEETING = 600
 #: "without" kvmend, "with" it, with "empty wrappers" in place of kvmend's that only pass the call on, which is what any
 #: wrapper in Python costs, and "without again", which shows how far two measurements of the same lie apart.
 TREATMENTS = ("without", "with", "empty wrappers", "without again")
@@ -77,6 +77,7 @@ def serve(order: Order) -> None:
     with Client(sys.argv[1]) as parent:
         try:
             put = treatments()
+            put("with")  # a manager is met when it is made
             block = MAKERS[order.case](order.requests)
             parent.send("ready")
         except Exception as error:  # a child that only dies would leave the parent waiting

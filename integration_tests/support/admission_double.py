@@ -14,13 +14,7 @@ from typing import Any
 
 from kvmend.api import Context, Counters
 from kvmend_fixes.vllm.copied_scheduler import FIX
-from support.manager_double import Request, Stats
-
-
-class Asked(Request):
-    """A request that knows how often it was preempted."""
-
-    num_preemptions = 0
+from support.manager_double import Stats
 
 
 def make_manager_class(*, caching: bool = True, stats: bool = True) -> Any:

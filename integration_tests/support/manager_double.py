@@ -1,18 +1,38 @@
-"""A small cache manager of our own with the seams of vLLM's, in the three ways its releases count lookups."""
+"""A small cache manager of our own with the seams of vLLM's, in the ways its releases count lookups."""
 
 from __future__ import annotations
 
+import enum
 import itertools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from kvmend.api import Context, Counters
-from kvmend_fixes.vllm.prefix_stats import FIX, IN_PLACE, INLINE
+from kvmend_fixes.vllm.prefix_stats import FIX, IN_PLACE, INLINE, RETURNED
 
-#: How lookups are counted: attributes incremented by the lookup, `record` called by it, or also by the scheduler.
-GENERATIONS = {"in place": frozenset({IN_PLACE}), "record": frozenset(), "inline": frozenset({INLINE})}
+#: How lookups are counted: attributes incremented by the lookup, `record` called by it (in a way that was looked into,
+#: or in any), or also by the scheduler.
+GENERATIONS = {
+    "in place": frozenset({IN_PLACE}),
+    "record": frozenset({RETURNED}),
+    "record somehow": frozenset(),
+    "inline": frozenset({INLINE, RETURNED}),
+}
+
+
+class RequestStatus(enum.IntEnum):
+    """Those of vLLM's that a fix asks for, and one more."""
+
+    WAITING = 1
+    WAITING_FOR_FSM = 2
+    WAITING_FOR_REMOTE_KVS = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    FINISHED_ABORTED = 6
 
 
 class Stats:
@@ -40,13 +60,14 @@ class Stats:
 _ids = itertools.count()
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """What the seams read of a request."""
 
     num_tokens: int = 100
     num_computed_tokens: int = 0
-    preempted: bool = False
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
     skip_reading_prefix_cache: bool = False
     sampling_params: Any = field(default_factory=lambda: SimpleNamespace(prompt_logprobs=None))
 
@@ -54,14 +75,26 @@ class Request:
         self.block_hashes: list[int] = []
         self.request_id = f"request {next(_ids)}"
 
+    @property
+    def preempted(self) -> bool:
+        return self.num_preemptions > 0
+
+    def wait_again(self) -> None:
+        self.num_computed_tokens, self.status = 0, RequestStatus.WAITING
+
+    def preempt(self) -> None:
+        self.num_computed_tokens, self.status = 0, RequestStatus.PREEMPTED
+        self.num_preemptions += 1
+
 
 @dataclass
 class Rig:
-    """A wrapped manager class, and the counters of its fix."""
+    """A manager with the fix over its class, or a scheduler that has made one, and the counters of the fix."""
 
     manager: Any
     counters: Any
     generation: str
+    scheduler: Any = None
 
     def lookup(self, request: Request, hits: int = 60) -> None:
         """Looks a request up on the generation's own path, as the scheduling loop does."""
@@ -78,7 +111,7 @@ class Rig:
         """Allocates, and on success the request has computed tokens, as after the step that ran it."""
         if self.manager.allocate_slots(request, 16, num_lookahead=0) is None:
             return False
-        request.num_computed_tokens = request.num_tokens
+        request.num_computed_tokens, request.status = request.num_tokens, RequestStatus.RUNNING
         return True
 
     @property
@@ -94,6 +127,7 @@ def make_rig(
     stats: bool = True,
     arity: int = 2,
     beneath: Mapping[str, Callable[[Any], Any]] | None = None,
+    scheduler: Callable[[type, type], Any] | None = None,
 ) -> Rig:
     """A manager of one generation with the fix's wrappers over its methods.
 
@@ -103,16 +137,22 @@ def make_rig(
         stats: Whether it keeps statistics.
         arity: Number of values that a lookup returns.
         beneath: Wrappers of somebody else's that were there before the fix, by the method's name.
+        scheduler: Makes the scheduler that makes the manager, from the double of vLLM's scheduler class and the
+            manager class; without it nobody's scheduler makes it, as in a loop of one's own.
     """
 
     class HybridKVCacheCoordinator:
         def find_longest_cache_hit_per_group(self, block_hashes: list[int], max_length: int) -> str:
             return f"per group {max_length}"
 
+    class UnitaryKVCacheCoordinator:
+        pass
+
     class KVCacheManager:
         def __init__(self) -> None:
             self.enable_caching = caching
-            self.coordinator = HybridKVCacheCoordinator()
+            self.coordinator = HybridKVCacheCoordinator() if generation == "inline" else UnitaryKVCacheCoordinator()
+            self.log_stats = stats
             self.prefix_cache_stats: Stats | None = Stats() if stats else None
             self.found = 0
             self.full = False
@@ -120,7 +160,7 @@ def make_rig(
             self.during: Callable[[], Any] = lambda: None
 
         def get_computed_blocks(self, request: Request) -> tuple[Any, ...]:
-            counters: Any = self.prefix_cache_stats
+            counters: Any = self.prefix_cache_stats if self.log_stats else None
             result = ("blocks", self.found, "more", "still more")[:arity]
             if generation != "in place" and (not self.enable_caching or request.skip_reading_prefix_cache):
                 return result
@@ -151,7 +191,8 @@ def make_rig(
 
     import logging
 
-    holders: dict[str, Any] = {"KVCacheManager": KVCacheManager, "HybridKVCacheCoordinator": HybridKVCacheCoordinator}
+    upstream = upstream_scheduler()
+    holders: dict[str, Any] = {each.__name__: each for each in (KVCacheManager, HybridKVCacheCoordinator, upstream)}
     features = GENERATIONS[generation]
     context = Context(
         mode="1",
@@ -162,7 +203,52 @@ def make_rig(
     )
     for method, wrap in (beneath or {}).items():
         setattr(KVCacheManager, method, wrap(vars(KVCacheManager)[method]))
-    for site in FIX.sites_for("1", features):
-        holder, _, name = site.qualname.partition(".")
-        setattr(holders[holder], name, site.wrap(vars(holders[holder])[name], context))
-    return Rig(manager=KVCacheManager(), counters=context.counters, generation=generation)
+    with mock.patch.dict(sys.modules, {"vllm.v1.request": SimpleNamespace(RequestStatus=RequestStatus)}):
+        for site in FIX.sites_for("1", features):
+            holder, _, name = site.qualname.partition(".")
+            setattr(holders[holder], name, site.wrap(vars(holders[holder])[name], context))
+    made = scheduler(upstream, KVCacheManager) if scheduler else None
+    manager = made.kv_cache_manager if scheduler else KVCacheManager()
+    return Rig(manager=manager, counters=context.counters, generation=generation, scheduler=made)
+
+
+def forget(manager: Any) -> None:
+    """Makes a manager one that was made before the fix came."""
+    for name in [name for name in vars(manager) if name.startswith("_kvmend_") or name == "allocate_slots"]:
+        delattr(manager, name)
+
+
+_UPSTREAM = '''
+class Scheduler:
+    """Looks every waiting request up, and admits those that it is told to."""
+
+    def __init__(self, manager_class):
+        self.kv_cache_manager = manager_class()
+        self.during = lambda request: None
+
+    def update_from_output(self, output):
+        return self.kv_cache_manager.make_prefix_cache_stats()
+
+    def schedule(self, waiting=(), admit=(), load=()):
+        for request in waiting:
+            if request.num_computed_tokens == 0:
+                self.kv_cache_manager.get_computed_blocks(request)
+            self.during(request)
+            if request not in (*admit, *load) or self.kv_cache_manager.allocate_slots(request, 16) is None:
+                continue
+            request.status = LOADING if request in load else RUNNING
+            self.during(request)
+        for request in waiting:
+            if request.status is RUNNING:
+                request.num_computed_tokens = request.num_tokens
+        return [request for request in waiting if request.status is RUNNING]
+'''
+
+
+def upstream_scheduler() -> type:
+    """A scheduler class that is vLLM's own as far as its module's name says."""
+    module = ModuleType("vllm.v1.core.sched.scheduler")
+    vars(module).update(LOADING=RequestStatus.WAITING_FOR_REMOTE_KVS, RUNNING=RequestStatus.RUNNING)
+    exec(_UPSTREAM, vars(module))
+    made: type = module.Scheduler
+    return made

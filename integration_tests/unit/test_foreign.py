@@ -261,3 +261,37 @@ def test_a_second_copy_of_kvmend_finds_the_first_and_keeps_off(root: Path) -> No
     ).value
     reason = "toyfw.engine:Engine.lookup already carries toy-count from another copy of kvmend"
     assert found == ["applied", "conflict", reason, "found a +kvmend"]
+
+
+# Where the fix can do without -----------------------------------------------------------------------------------------
+
+
+def both_sites() -> Any:
+    return make_fix(site("Engine.lookup", optional=True), site("Engine.admit"))
+
+
+def test_an_optional_site_that_was_replaced_before_is_left_alone_and_the_others_are_wrapped(
+    toy: Any, root: Path
+) -> None:
+    foreign(root, INSTEAD)
+    theirs = toy.Engine.lookup
+    result = applier.apply(both_sites())
+    assert (result.outcome, result.sites) == (Outcome.APPLIED, ("toyfw.engine:Engine.admit",))
+    assert toy.Engine.lookup is theirs
+    assert applier.remove("toy-count").outcome is Outcome.DISABLED  # type: ignore[union-attr]
+    assert toy.Engine.lookup is theirs
+
+
+def test_an_optional_site_that_nobody_replaced_is_wrapped_like_any_other(toy: Any, root: Path) -> None:
+    foreign(root, KEEPING["closure"])
+    result = applier.apply(both_sites())
+    assert result.sites == ("toyfw.engine:Engine.lookup", "toyfw.engine:Engine.admit")
+    assert toy.Engine().lookup("a") == "found a +foreign +kvmend"
+
+
+def test_an_optional_site_that_is_replaced_afterwards_is_told_and_is_no_conflict(toy: Any, root: Path) -> None:
+    assert applier.apply(both_sites()).outcome is Outcome.APPLIED
+    foreign(root, INSTEAD)
+    (result,) = applier.results()
+    assert result.outcome is Outcome.APPLIED
+    assert result.reason.endswith("foreign.lookup stands in its place at toyfw.engine:Engine.lookup")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvmend_fixes.vllm.copied_scheduler import counts_by_itself
-from support.admission_double import Asked, OwnLoop, make_rig, make_upstream_scheduler
+from support.admission_double import OwnLoop, make_rig, make_upstream_scheduler
+from support.manager_double import Request
 
 NOTHING = (0, 0, 0)
 Upstream = make_upstream_scheduler()
@@ -24,13 +25,13 @@ Upstream = make_upstream_scheduler()
 def test_a_loop_of_one_s_own_has_each_admission_counted_once() -> None:
     rig = make_rig()
     for _ in range(5):
-        rig.scheduler.schedule(Asked())
+        rig.scheduler.schedule(Request())
     assert rig.counts == (5, 500, 300)
     assert rig.counted == {"schedulers": 1, "settled": 5, "left_out": 0}
 
 
 def test_ten_thousand_refusals_count_nothing_and_the_admission_counts_its_last_lookup() -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     rig.manager.full = True
     for _ in range(10_000):
         rig.scheduler.schedule(request)
@@ -41,7 +42,7 @@ def test_ten_thousand_refusals_count_nothing_and_the_admission_counts_its_last_l
 
 
 def test_a_lookup_that_serves_a_second_try_at_the_blocks_is_counted_when_that_succeeds() -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     rig.manager.get_computed_blocks(request)
     rig.manager.full = True
     assert rig.manager.allocate_slots(request, 1, 60) is None
@@ -52,15 +53,15 @@ def test_a_lookup_that_serves_a_second_try_at_the_blocks_is_counted_when_that_su
 
 
 def test_a_probe_of_another_request_in_between_changes_nothing() -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     rig.manager.get_computed_blocks(request)
-    rig.manager.get_computed_blocks(Asked(num_tokens=1000))
+    rig.manager.get_computed_blocks(Request(num_tokens=1000))
     rig.manager.allocate_slots(request, 1, 60)
     assert rig.counts == (1, 100, 60)
 
 
 def test_a_probe_of_a_running_request_counts_nothing() -> None:
-    rig, request = make_rig(), Asked(num_computed_tokens=32)
+    rig, request = make_rig(), Request(num_computed_tokens=32)
     rig.manager.get_computed_blocks(request)
     rig.manager.allocate_slots(request, 1)
     assert rig.counts == NOTHING
@@ -68,12 +69,12 @@ def test_a_probe_of_a_running_request_counts_nothing() -> None:
 
 def test_an_admission_without_a_lookup_counts_nothing() -> None:
     rig = make_rig()
-    rig.manager.allocate_slots(Asked(), 1)
+    rig.manager.allocate_slots(Request(), 1)
     assert rig.counts == NOTHING
 
 
 def test_a_preempted_request_is_counted_again_as_preempted() -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     rig.scheduler.schedule(request)
     request.num_computed_tokens, request.num_preemptions = 0, 1
     rig.manager.allocate_slots(request, 1)
@@ -93,7 +94,7 @@ def test_a_preempted_request_is_counted_again_as_preempted() -> None:
     ids=["less", "less, by name", "with external hits", "unsaid"],
 )
 def test_tokens_found_but_not_adopted_are_no_hits(adopt: Any, hits: int) -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     rig.manager.get_computed_blocks(request)
     adopt(rig.manager, request)
     assert rig.counts == (1, 100, hits)
@@ -101,7 +102,7 @@ def test_tokens_found_but_not_adopted_are_no_hits(adopt: Any, hits: int) -> None
 
 @pytest.mark.parametrize(("arity", "hits"), [(1, 0), (2, 60), (3, 60), (4, 60)])
 def test_lookups_of_any_number_of_values_pass_through_and_count(arity: int, hits: int) -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     rig.manager.arity = arity
     assert rig.manager.get_computed_blocks(request, limit=5) == ("blocks", 60, 0, "more")[:arity]
     assert rig.manager.allocate_slots(request=request, num_new_tokens=7) == (request, 7, 0, None)
@@ -109,7 +110,7 @@ def test_lookups_of_any_number_of_values_pass_through_and_count(arity: int, hits
 
 
 def test_a_lookup_that_does_not_say_how_many_tokens_it_found_counts_what_is_adopted() -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     rig.manager.found = None
     rig.manager.get_computed_blocks(request)
     rig.manager.allocate_slots(request, 1, 48)
@@ -117,7 +118,7 @@ def test_a_lookup_that_does_not_say_how_many_tokens_it_found_counts_what_is_adop
 
 
 def test_the_lookup_for_connectors_is_a_lookup() -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     assert rig.manager.get_computed_blocks_for_connector(request) == ("blocks per group", 60, 0, True)
     rig.manager.allocate_slots(request, 1, 48)
     assert rig.counts == (1, 100, 48)
@@ -125,15 +126,15 @@ def test_the_lookup_for_connectors_is_a_lookup() -> None:
 
 def test_with_caching_off_or_a_request_that_may_not_read_the_cache_nothing_is_counted() -> None:
     rig = make_rig(caching=False)
-    rig.scheduler.schedule(Asked())
+    rig.scheduler.schedule(Request())
     assert (rig.counts, rig.counted["settled"]) == (NOTHING, 0)
     rig = make_rig()
-    rig.scheduler.schedule(Asked(skip_reading_prefix_cache=True))
+    rig.scheduler.schedule(Request(skip_reading_prefix_cache=True))
     assert (rig.counts, rig.counted["settled"]) == (NOTHING, 0)
 
 
 def test_with_statistics_off_everything_passes_through() -> None:
-    rig, request = make_rig(stats=False), Asked()
+    rig, request = make_rig(stats=False), Request()
     assert rig.scheduler.schedule(request) == [request]
     assert (rig.manager.prefix_cache_stats, rig.counted["settled"]) == (None, 0)
 
@@ -165,7 +166,7 @@ def test_a_scheduler_that_counts_unseen_has_each_admission_counted_once(early: b
     rig = make_rig(CountsUnseen)
     rig.scheduler.early = early
     for _ in range(3):
-        rig.scheduler.schedule(Asked(), Asked())
+        rig.scheduler.schedule(Request(), Request())
     assert rig.counts == (6, 600, 360)
     assert rig.counted["settled"] + rig.counted["left_out"] == (0 if early else 12)
 
@@ -188,13 +189,13 @@ def test_a_scheduler_with_both_loops_has_each_admission_counted_once() -> None:
     rig = make_rig(Sometimes)
     for own in (True, False, False, True):
         rig.scheduler.own = own
-        rig.scheduler.schedule(Asked())
+        rig.scheduler.schedule(Request())
     assert rig.counts == (4, 400, 240)
     assert rig.counted == {"schedulers": 1, "settled": 4, "left_out": 2}
 
 
 def test_a_manager_that_counts_its_admissions_itself_is_not_counted_over() -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
 
     class Counting(type(rig.manager)):  # type: ignore[misc]
         def allocate_slots(self, request: Any, *args: Any) -> Any:
@@ -209,7 +210,7 @@ def test_a_manager_that_counts_its_admissions_itself_is_not_counted_over() -> No
 def test_random_admissions_of_a_scheduler_with_both_loops_count_what_a_ledger_counts() -> None:
     for seed in range(100):
         chance, rig, ledger = random.Random(seed), make_rig(Sometimes), [0] * 6
-        waiting = [Asked(num_tokens=chance.randrange(1, 500)) for _ in range(6)]
+        waiting = [Request(num_tokens=chance.randrange(1, 500)) for _ in range(6)]
         for _ in range(150):
             request = chance.choice(waiting)
             rig.manager.full, rig.manager.found = chance.random() < 0.3, chance.randrange(request.num_tokens)
@@ -330,7 +331,7 @@ def _patched_scheduler() -> Any:
 def test_a_scheduler_that_counts_is_left_alone(scheduler_class: Any) -> None:
     rig = make_rig(scheduler_class)
     assert rig.untouched
-    rig.scheduler.schedule(Asked(), Asked())
+    rig.scheduler.schedule(Request(), Request())
     assert rig.counts == (2, 200, 120)
     assert rig.counted == {"schedulers": 0, "settled": 0, "left_out": 0}
 
@@ -373,7 +374,7 @@ class CountsConnectorHits(OwnLoop):
 def test_a_scheduler_that_does_not_count_is_helped(scheduler_class: Any) -> None:
     rig = make_rig(scheduler_class)
     assert not rig.untouched
-    rig.scheduler.schedule(Asked(), Asked())
+    rig.scheduler.schedule(Request(), Request())
     assert rig.counts == (2, 200, 120)
 
 
@@ -421,7 +422,7 @@ def test_the_manager_that_a_subclass_makes_in_place_of_vllm_s_is_helped() -> Non
             return type("Own", (manager_class,), {})()
 
     rig = make_rig(MakesAnother)
-    rig.scheduler.schedule(Asked())
+    rig.scheduler.schedule(Request())
     assert (rig.counts, rig.counted["schedulers"]) == ((1, 100, 60), 2)
 
 
@@ -430,11 +431,11 @@ def test_the_manager_that_a_subclass_makes_in_place_of_vllm_s_is_helped() -> Non
 
 def test_taken_off_every_manager_is_as_it_was() -> None:
     rig = make_rig()
-    rig.scheduler.schedule(Asked())
+    rig.scheduler.schedule(Request())
     for undo in rig.context.on_removal:
         undo()
     assert rig.untouched
-    rig.scheduler.schedule(Asked())
+    rig.scheduler.schedule(Request())
     assert rig.counts == (1, 100, 60)
 
 
@@ -459,12 +460,12 @@ def test_a_wrapper_that_comes_later_to_the_class_is_still_called() -> None:
         return original(self, *args, **kwargs)
 
     type(rig.manager).allocate_slots = allocate_slots
-    rig.scheduler.schedule(Asked())
+    rig.scheduler.schedule(Request())
     assert (len(seen), rig.counts) == (1, (1, 100, 60))
 
 
 def test_a_dropped_manager_and_a_dropped_request_are_not_kept_alive() -> None:
-    rig, request = make_rig(), Asked()
+    rig, request = make_rig(), Request()
     rig.scheduler.schedule(request)
     gone = weakref.ref(rig.manager), weakref.ref(request)
     rig.scheduler = request = None  # type: ignore[assignment]

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from kvmend_fixes.vllm import _lookup_holds
-from kvmend_fixes.vllm._lookups import KEPT
-from support.manager_double import GENERATIONS, Request, Rig, Stats, make_rig
+from kvmend_fixes.vllm import _inline_lookups
+from support.manager_double import GENERATIONS, Request, Rig, Stats, forget, make_rig
 
 EVERY = pytest.mark.parametrize("generation", GENERATIONS)
-AT_THE_LOOKUP = pytest.mark.parametrize("generation", ["in place", "record"])
+AT_THE_LOOKUP = pytest.mark.parametrize("generation", ["in place", "record", "record somehow"])
 NOTHING = (0, 0, 0)
 
 
@@ -99,7 +98,7 @@ def test_an_admission_without_a_lookup_counts_nothing(generation: str) -> None:
     assert counts(rig) == NOTHING
 
 
-@pytest.mark.parametrize("generation", ["in place", "record"])
+@AT_THE_LOOKUP
 def test_a_probe_between_lookup_and_admission_is_not_counted_and_the_admission_is(generation: str) -> None:
     rig = make_rig(generation)
     admitted, probed = Request(num_tokens=100), Request(num_tokens=1000)
@@ -191,13 +190,13 @@ def test_a_lookup_in_one_step_and_its_admission_in_the_next_count_in_the_next(ge
     assert counts(rig) == (1, 100, 60)
 
 
-@pytest.mark.parametrize("generation", ["record", "inline"])
+@pytest.mark.parametrize("generation", ["record", "record somehow", "inline"])
 def test_a_preempted_request_is_counted_again_as_preempted(generation: str) -> None:
     rig = make_rig(generation)
     request = Request()
     rig.lookup(request)
     rig.admit(request)
-    request.preempted, request.num_computed_tokens = True, 0
+    request.preempt()
     rig.lookup(request, 90)
     rig.lookup(request, 80)
     rig.admit(request)
@@ -341,10 +340,14 @@ def test_a_probe_with_a_request_of_ones_own_kind_passes_through_and_counts_nothi
     class Bare:
         """What a lookup reads of a request, and no room for more."""
 
-        __slots__ = ("num_tokens", "preempted", "skip_reading_prefix_cache")
+        __slots__ = ("num_preemptions", "num_tokens", "skip_reading_prefix_cache")
+
+        @property
+        def preempted(self) -> bool:
+            return False
 
     rig, bare = make_rig(generation), Bare()
-    bare.num_tokens, bare.preempted, bare.skip_reading_prefix_cache = 100, False, False
+    bare.num_tokens, bare.num_preemptions, bare.skip_reading_prefix_cache = 100, 0, False
     assert rig.manager.get_computed_blocks(bare) == ("blocks", 0)
     assert counts(rig) == NOTHING
     request = Request()
@@ -359,49 +362,10 @@ def test_a_probe_of_a_running_request_is_replaced_by_the_lookup_after_its_preemp
     request = Request(num_computed_tokens=32)
     rig.lookup(request, 10)
     assert rig.admit(request)
-    request.num_computed_tokens = 0
+    request.wait_again()
     rig.lookup(request, 30)
     assert rig.admit(request)
     assert counts(rig) == (1, 100, 30)
-
-
-@AT_THE_LOOKUP
-def test_the_last_31_lookups_are_remembered(generation: str) -> None:
-    for probes, right in ((30, (1, 100, 60)), (31, NOTHING)):
-        rig = make_rig(generation)
-        request = Request()
-        rig.lookup(request)
-        for _ in range(probes):
-            rig.lookup(Request(num_tokens=1000))
-        assert rig.admit(request)
-        assert counts(rig) == right
-        assert rig.counted["held"] == probes + 1
-
-
-@AT_THE_LOOKUP
-@pytest.mark.parametrize("before", range(30, 35))
-def test_requests_admitted_right_after_their_lookups_push_none_out(generation: str, before: int) -> None:
-    """Whatever place of the ring the next lookup is written to, the last of a round among them."""
-    rig = make_rig(generation)
-    for _ in range(before):
-        rig.lookup(Request(num_tokens=1000))
-    waiting = Request()
-    rig.lookup(waiting)
-    for place in range(20):
-        for _ in range(5):
-            admitted = Request(num_tokens=10)
-            rig.lookup(admitted, 4)
-            assert rig.admit(admitted)
-        refused = Request(num_tokens=10)
-        rig.lookup(refused)
-        rig.manager.full = True
-        assert not rig.admit(refused)
-        rig.manager.full = False
-        if place % 2:
-            rig.lookup(Request(num_tokens=1000))
-    assert rig.admit(waiting)
-    assert counts(rig) == (101, 1100, 460)
-    assert rig.counted == {"held": before + 131, "settled": 101, "dropped": before + 30}
 
 
 @EVERY
@@ -424,13 +388,13 @@ def test_a_report_in_the_middle_of_an_admission_does_not_take_a_held_lookup_back
 def test_admissions_in_the_reverse_order_of_their_lookups_count(generation: str) -> None:
     rig = make_rig(generation)
     for round_ in range(1, 20):
-        requests = [Request() for _ in range(KEPT)]
+        requests = [Request() for _ in range(40)]
         for request in requests:
             rig.lookup(request)
         for request in reversed(requests):
             assert rig.admit(request)
-        assert counts(rig) == (KEPT, KEPT * 100, KEPT * 60)
-        assert rig.counted == {"held": KEPT * round_, "settled": KEPT * round_, "dropped": 0}
+        assert counts(rig) == (40, 40 * 100, 40 * 60)
+        assert rig.counted == {"held": 40 * round_, "settled": 40 * round_, "dropped": 0}
 
 
 def test_lookups_that_record_nothing_take_no_place_and_find_nothing_of_an_earlier_one() -> None:
@@ -479,13 +443,16 @@ def test_a_manager_can_be_copied_and_sent_elsewhere_and_starts_there_without_a_l
     rig = make_rig(generation)
     request = Request()
     rig.manager.get_computed_blocks(request)
-    for keeper in (copy.deepcopy(rig.manager._kvmend_keeper), pickle.loads(pickle.dumps(rig.manager._kvmend_keeper))):
-        rig.manager._kvmend_keeper = keeper
+    for pending in (
+        copy.deepcopy(rig.manager._kvmend_pending),
+        pickle.loads(pickle.dumps(rig.manager._kvmend_pending)),
+    ):
+        rig.manager._kvmend_pending = pending
         assert rig.admit(request)
-        request.num_computed_tokens = 0
+        request.wait_again()
         rig.lookup(request)
         assert rig.admit(request)
-        request.num_computed_tokens = 0
+        request.wait_again()
     assert counts(rig) == (2, 200, 120)
 
 
@@ -508,7 +475,7 @@ def test_two_managers_do_not_know_of_each_others_lookups(generation: str) -> Non
     request = Request()
     one.lookup(request)
     two.admit(request)
-    request.num_computed_tokens = 0
+    request.wait_again()
     assert one.admit(request)
     assert (counts(one), counts(two)) == ((1, 100, 60), NOTHING)
 
@@ -533,7 +500,8 @@ def test_a_dropped_request_and_a_dropped_manager_are_not_kept_alive_by_the_fix(g
 
 def test_a_manager_older_than_the_fix_is_known_from_its_first_step_on() -> None:
     rig = make_rig("inline")
-    del _lookup_holds._managers[rig.manager.coordinator]
+    del _inline_lookups._managers[rig.manager.coordinator]
+    forget(rig.manager)
     rig.manager.make_prefix_cache_stats()
     rig.lookup(Request())
     assert counts(rig) == NOTHING
@@ -550,7 +518,7 @@ def test_inline_and_plain_lookups_do_not_get_in_each_others_way() -> None:
     again = Request(num_tokens=2000)
     rig.manager.get_computed_blocks(again)
     rig.lookup(inline, 5)
-    inline.num_computed_tokens = again.num_computed_tokens = 0
+    inline.wait_again()
     assert rig.admit(inline)
     assert rig.admit(again)
     assert counts(rig) == (2, 2010, 605)
@@ -569,38 +537,37 @@ def test_an_inline_lookup_that_records_nothing_is_not_counted_as_held() -> None:
 def test_random_sequences_count_what_a_ledger_counts(generation: str) -> None:
     for seed in range(60):
         chance, rig, ledger, total = random.Random(seed), make_rig(generation), [0] * 6, [0] * 6
-        pending: dict[int, list[tuple[int, bool, int]]] = {}
-        lookups = 0
+        pending: dict[int, tuple[int, bool]] = {}
         waiting = [Request(num_tokens=chance.randrange(1, 500)) for _ in range(6)]
         for _ in range(120):
             request = chance.choice(waiting)
             action = chance.choice(("lookup", "lookup and admit", "lookup and admit", "admit", "step", "preempt"))
             rig.manager.full = chance.random() < 0.3
+            fresh = request.num_computed_tokens == 0
             if action.startswith("lookup"):
                 hits = chance.randrange(request.num_tokens + 1)
                 rig.lookup(request, hits)
-                lookups += 1
                 if generation == "inline":  # one is known at a time
                     pending = {}
-                pending.setdefault(id(request), []).append((hits, request.preempted, lookups))
-            own = pending.get(id(request), [])
-            if action.endswith("admit") and not (own and own[-1][2] <= lookups - KEPT):  # such a one may be forgotten
-                fresh = request.num_computed_tokens == 0
-                admitted = rig.admit(request)
-                if fresh and own:
-                    hits, preempted, _ = own.pop()
-                    if admitted:
-                        place = 3 if preempted else 0
-                        for offset, value in enumerate((1, request.num_tokens, hits)):
-                            ledger[place + offset] += value
-                if fresh and generation == "inline":
+                if fresh or generation == "inline":
+                    pending[id(request)] = hits, request.preempted and generation != "in place"
+            if action.endswith("admit") and fresh:
+                own = pending.pop(id(request), None)
+                if rig.admit(request) and own is not None:
+                    hits, preempted = own
+                    place = 3 if preempted else 0
+                    for offset, value in enumerate((1, request.num_tokens, hits)):
+                        ledger[place + offset] += value
+                if generation == "inline":
                     pending = {}
+            elif action == "admit":
+                rig.admit(request)
             if action == "step":
                 stats = rig.manager.make_prefix_cache_stats()
                 total = [old + new for old, new in zip(total, (*stats.counts, *stats.preempted), strict=True)]
                 pending = {} if generation == "inline" else pending
-            if action == "preempt":
-                request.num_computed_tokens, request.preempted = 0, generation != "in place"
+            if action == "preempt" and not fresh:
+                request.preempt()
         stats = rig.manager.make_prefix_cache_stats()
         total = [old + new for old, new in zip(total, (*stats.counts, *stats.preempted), strict=True)]
         assert total == ledger, seed

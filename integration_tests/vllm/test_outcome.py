@@ -61,8 +61,8 @@ def test_only_what_the_release_needs_is_touched(outcome: str) -> None:
     touched = {key for key, function in in_place().items() if not is_vllms(function)}
     assert touched == sites & {site.key for site in FIX.sites}
     if outcome == "applied":
-        manager = "vllm.v1.core.kv_cache_manager:KVCacheManager"
-        assert touched >= {f"{manager}.get_computed_blocks", f"{manager}.allocate_slots"}
+        manager, scheduler = "vllm.v1.core.kv_cache_manager:KVCacheManager", "vllm.v1.core.sched.scheduler:Scheduler"
+        assert touched >= {f"{manager}.get_computed_blocks", f"{scheduler}.schedule"}
         inline = "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit_per_group"
         assert (inline in touched) == vllm_release.INLINE_LOOKUP
 

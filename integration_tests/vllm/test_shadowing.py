@@ -38,10 +38,10 @@ class BypassingBelow(Bypassing):
         return super().get_computed_blocks(request, *args)
 
 
-class Admitting(KVCacheManager):
-    """An admission of its own, which does not call vLLM's."""
+class Unreported(KVCacheManager):
+    """Hands the statistics out without vLLM's own way of doing so."""
 
-    def allocate_slots(self, *args: Any, **kwargs: Any) -> Any:
+    def make_prefix_cache_stats(self) -> Any:
         return None
 
 
@@ -116,7 +116,7 @@ def shadowed_by() -> list[str]:
     [
         (Bypassing, "Bypassing.get_computed_blocks"),
         (BypassingBelow, "BypassingBelow.get_computed_blocks"),
-        (Admitting, "Admitting.allocate_slots"),
+        (Unreported, "Unreported.make_prefix_cache_stats"),
     ],
 )
 def test_a_manager_that_bypasses_the_fix_is_named_once_in_log_and_report(

@@ -81,9 +81,7 @@ def commit(fix_id: str) -> Result:
                 if not entry.plan.sites:
                     return entry.result
             context = _context(entry)
-            for site in entry.plan.sites:
-                _check(site, entry.plan)
-            for site in entry.plan.sites:
+            for site in [each for each in entry.plan.sites if _takes_part(each, entry.plan)]:
                 _wrap(site, context, entry.plan.fix, done)
         except _NotYet:
             _roll_back(done)
@@ -101,6 +99,7 @@ def commit(fix_id: str) -> Result:
             raise
         else:
             entry.patches = tuple(done)
+            entry.result = dataclasses.replace(entry.result, sites=tuple(patch.site.key for patch in done))
             entry.result = _read_back(entry)
         finally:
             entry.committing = False
@@ -200,7 +199,8 @@ def _shadows(entry: Entry, made: type) -> tuple[tuple[str, ...], tuple[str, ...]
     return tuple(found), tuple(new)
 
 
-def _check(site: Site, plan: Plan) -> None:
+def _takes_part(site: Site, plan: Plan) -> bool:
+    """Whether a site can be wrapped; an optional one need not be."""
     raw = raw_at(site)
     if raw is None:
         if module_of(site) is not None and not still_running(site):
@@ -215,7 +215,10 @@ def _check(site: Site, plan: Plan) -> None:
     if any(getattr(layer, MARK, None) == plan.fix.id for layer in found):
         raise _Conflict(f"{site.key} already carries {plan.fix.id} from another copy of kvmend")
     if not any(is_original(layer, site) for layer in found):
+        if site.optional:
+            return False
         raise _Conflict(f"{site.key} was replaced by {describe(function)}, which does not call the original")
+    return True
 
 
 def _wrap(site: Site, context: Context, fix: Fix, done: list[Patch]) -> None:
@@ -248,7 +251,7 @@ def _roll_back(patches: Sequence[Patch]) -> list[str]:
 def _read_back(entry: Entry) -> Result:
     """The result as the objects in place have them: ours on top, ours beneath another, or ours gone."""
     entry.result = dataclasses.replace(entry.result, shadowed_by=entry.shadowed_by)
-    beneath = ""
+    beneath = beside = ""
     for patch in entry.patches:
         if parent_of(patch.site) is not patch.holder:
             reason = f"{patch.site.module} was loaded again after kvmend; the fix is on what was there before"
@@ -259,6 +262,8 @@ def _read_back(entry: Entry) -> Result:
         ours = function_of(patch.after)
         if any(layer is ours for layer in layers(function_of(current))):
             beneath = f"; beneath {describe(current)} at {patch.site.key}"
+        elif patch.site.optional:
+            beside = f"; {describe(current)} stands in its place at {patch.site.key}"
         else:
             reason = f"{patch.site.key} was replaced by {describe(current)}, which does not call kvmend's wrapper"
             return dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=reason)
@@ -268,5 +273,5 @@ def _read_back(entry: Entry) -> Result:
         if not is_original(function_of(patch.before), patch.site)
     )
     shadows = "".join(f"; shadowed_by {name}" for name in entry.shadowed_by)
-    reason = entry.plan.result.reason + over + beneath + shadows
+    reason = entry.plan.result.reason + over + beneath + beside + shadows
     return dataclasses.replace(entry.result, outcome=Outcome.APPLIED, reason=reason)

@@ -107,11 +107,14 @@ class Site(Body):
         wrap: Factory of the wrapper. Called once per application, under the applier's lock.
         features: The site is wrapped only if the finding has all of these features.
         modes: The site is wrapped only in these modes; empty means in every mode.
+        optional: The fix does without where somebody has put something else there that does not call the original;
+            elsewhere that is a conflict.
     """
 
     wrap: Wrap
     features: frozenset[str] = frozenset()
     modes: frozenset[str] = frozenset()
+    optional: bool = False
 
     def wanted(self, mode: str, features: frozenset[str]) -> bool:
         """Whether this site takes part for a mode and the features found in the source."""

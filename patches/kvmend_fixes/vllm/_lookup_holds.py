@@ -1,293 +1,231 @@
-"""Wrappers of vllm-prefix-stats: hold what a lookup counts, settle it at admission."""
+"""Wrappers of vllm-prefix-stats: hold what a lookup counts, settle it when the step ends that admits the request."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
-import weakref
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvmend.api import Context, Counters
-from kvmend_fixes.vllm._lookups import Lookup, adopt, counts_of, drop_inline, dropped, hold_inline, keeper_of
+from kvmend.api import Context, reached
+from kvmend_fixes.vllm._inline_lookups import is_looked_up_inline, link
+from kvmend_fixes.vllm._own_loops import Helped, scheduler_above
+from kvmend_fixes.vllm._settling import Counted, Pending, adopt, settle
 
 #: The lookup increments the statistics' attributes itself (0.8.5 - 0.11.0), instead of calling `record`.
 IN_PLACE = "in-place-counters"
+#: What the lookup records follows from the request and from the second value it returns (0.11.1 - 0.26).
+RETURNED = "records-what-it-returns"
 #: `schedule()` looks up and records past the lookup seam for hybrid models with a connector (0.24 - 0.26).
 INLINE = "inline-lookup"
+
+#: What the end of a step is known by, among everything that a scheduler's `schedule()` calls.
+_ENDS_STEP = "kvmend_ends_step"
 
 
 def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `KVCacheManager.get_computed_blocks(request)`: nothing it counts reaches the statistics yet."""
-    counters = context.counters
-    # Not counted lookup by lookup: a lookup that is not settled, or not yet, keeps its place in a ring.
-    counters.derive("dropped", lambda _: dropped(counters))
-    counters.derive("held", lambda now: now["dropped"] + now["settled"])
-    recording = _recording if IN_PLACE in context.features else _as_it_is
-    if _is_upstreams(original):
-        look = recording(original)
-        careful = _holding(look, counters)
-        return functools.wraps(original)(careful if IN_PLACE in context.features else _holding_fast(look, careful))
+    # Not bumped at the lookup, whose wrapper is hot: what is pending is counted when it is settled or dropped.
+    context.counters.derive("held", lambda now: now["dropped"] + now["settled"])
+    status = importlib.import_module("vllm.v1.request").RequestStatus
+    waiting, preempted, helped = status.WAITING, status.PREEMPTED, Helped(context)
 
-    @functools.wraps(original)
-    def get_computed_blocks(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        # Somebody else's wrapper is beneath, which may take more than the original does.
-        look = recording(lambda manager, request: original(manager, request, *args, **kwargs))
-        return _holding(look, counters)(manager, request)
+    def keep(manager: Any, request: Any, lookup: Any) -> None:
+        """A lookup is pending from now on, if it is one that an admission can come of."""
+        # Somebody may probe with a request of a kind of their own.
+        with contextlib.suppress(AttributeError, TypeError):
+            if not request.num_computed_tokens and request.status in (waiting, preempted):
+                if not hasattr(manager, "_kvmend_pending"):
+                    meet_late(manager, helped, context)
+                manager._kvmend_pending[request] = lookup
 
-    return get_computed_blocks
-
-
-def _as_it_is(look: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return look
+    if RETURNED in context.features and _is_upstreams(original):
+        context.shared[RETURNED] = True
+        return functools.wraps(original)(_not_recording(original, keep, waiting, preempted))
+    return functools.wraps(original)(_standing_in(original, keep, in_place=IN_PLACE in context.features))
 
 
-def _holding(look: Callable[[Any, Any], Any], counters: Counters) -> Callable[[Any, Any], Any]:
+def _not_recording(
+    look: Callable[[Any, Any], Any], keep: Callable[[Any, Any, Any], None], waiting: Any, preempted: Any
+) -> Callable[[Any, Any], Any]:
+    """A lookup that does not record: what it would have is known from the request and from what it returns.
+
+    Runs for every waiting request at every step, each of which takes 47,000 instructions. What the original leaves
+    out is more than what is added here.
+    """
+
     def get_computed_blocks(manager: Any, request: Any) -> Any:
-        stats = manager.prefix_cache_stats
-        if stats is None:
+        if not manager.log_stats:
             return look(manager, request)
-        lookup = keeper_of(manager, counters).free
-        if lookup is stats:  # a wrapper beneath looks up something else in the middle of a lookup
-            lookup = lookup.next
-        manager.prefix_cache_stats = lookup
+        manager.log_stats = False
         try:
-            result = look(manager, request)
-        except BaseException:
-            lookup.request_id = None
-            raise
+            found = look(manager, request)
         finally:
-            manager.prefix_cache_stats = stats
-        # Somebody may probe with a request of a kind of their own, which no admission comes of.
-        lookup.request_id = getattr(request, "request_id", None)
-        return result
-
-    return get_computed_blocks
-
-
-def _holding_fast(look: Callable[[Any, Any], Any], careful: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same with nobody else's wrapper beneath.
-
-    Runs for every waiting request at every step, each of which takes 47,000 instructions: what is left out here, and
-    in the stand-in's `record`, counts. An object that is made, or a counter that goes up, costs more than the rest.
-    """
-
-    def get_computed_blocks(manager: Any, request: Any) -> Any:
-        stats = manager.prefix_cache_stats
-        if stats is None:
-            return look(manager, request)
+            manager.log_stats = True
         try:
-            lookup = manager._kvmend_keeper.free
-            lookup.request_id = request.request_id
-        except AttributeError:
-            return careful(manager, request)
-        manager.prefix_cache_stats = lookup
-        try:
-            return look(manager, request)
-        except BaseException:
-            lookup.request_id = None
-            raise
-        finally:
-            manager.prefix_cache_stats = stats
-
-    return get_computed_blocks
-
-
-def _recording(look: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A lookup that increments the counters itself as one that calls `record`."""
-
-    def get_computed_blocks(manager: Any, request: Any) -> Any:
-        lookup = manager.prefix_cache_stats
-        if lookup is None:
-            return look(manager, request)
-        lookup.requests = lookup.queries = lookup.hits = 0
-        result = look(manager, request)
-        if lookup.requests and not _skips_cache(request):
-            lookup.record(lookup.queries, lookup.hits, False)
-        return result
-
-    return get_computed_blocks
-
-
-def settle_admission(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
-    """Wrapper of `KVCacheManager.allocate_slots(request, ...)`: an admission settles the request's pending lookup."""
-    counters = context.counters
-    settle = _add if IN_PLACE in context.features else _record
-
-    def take(manager: Any, request: Any) -> Lookup | None:
-        """What is to be settled if the request gets its slots; it is pending and counted as dropped no more."""
-        lookup = find(manager, request)
-        if lookup is not None:
-            counters.dropped -= 1
-        return lookup
-
-    def find(manager: Any, request: Any) -> Lookup | None:
-        keeper = keeper_of(manager, counters)
-        lookup = keeper.take(request)
-        if keeper.inline_hashes is None:
-            return lookup
-        hold_inline(keeper)
-        if keeper.inline_hashes is request.block_hashes:
-            # The inline path counts whatever these two say; a lookup that may not read the cache is none.
-            read = manager.enable_caching and not request.skip_reading_prefix_cache
-            lookup = keeper.inline_lookup if read else None
-        drop_inline(keeper)
-        return lookup
-
-    @functools.wraps(original)
-    def allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        lookup = None if request.num_computed_tokens else take(manager, request)
-        if lookup is None:
-            return original(manager, request, *args, **kwargs)
-        # Before the call: somebody else's wrapper may look up beneath, and write in the same place.
-        counted = lookup.num_tokens, lookup.num_hits, lookup.preempted
-        blocks = original(manager, request, *args, **kwargs)
-        stats = manager.prefix_cache_stats
-        if blocks is None or stats is None:
-            counters.dropped += 1
-        else:
-            settle(stats, *counted)
-            counters.settled += 1
-        return blocks
-
-    if not _is_upstreams(original):
-        return allocate_slots
-    fast = _spelt_out(original, allocate_slots, settle, counters, inline=INLINE in context.features)
-    return functools.wraps(original)(fast)
-
-
-def _record(stats: Any, num_tokens: int, num_hits: int, preempted: bool) -> None:
-    stats.record(num_tokens, num_hits, preempted)
-
-
-def _add(stats: Any, num_tokens: int, num_hits: int, _preempted: bool) -> None:
-    stats.requests += 1
-    stats.queries += num_tokens
-    stats.hits += num_hits
-
-
-def _is_upstreams(original: Callable[..., Any]) -> bool:
-    """Whether this is vLLM's own method, as far as can be seen: no wrapper, and all parameters go by position."""
-    parameters = inspect.signature(original, follow_wrapped=False).parameters.values()
-    return not hasattr(original, "__wrapped__") and all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
-
-
-def _spelt_out(
-    original: Callable[..., Any],
-    careful: Callable[..., Any],
-    settle: Callable[[Any, int, int, bool], None],
-    counters: Counters,
-    inline: bool,
-) -> Callable[..., Any]:
-    """The wrapper of `allocate_slots` with the very parameters of the original.
-
-    Every running request comes through here at every step. A wrapper that takes and passes on `*args, **kwargs`
-    costs 300 ns a call, a tenth of what it wraps; one with the parameters spelt out costs 35 ns. Their names differ
-    from release to release, so the function is made from the signature, as `dataclasses` makes an `__init__`. An
-    admission right after its lookup is settled here; whatever came in between, `careful` has it.
-    A request that has computed tokens is running, or resumed after an asynchronous load: not an admission that a
-    lookup led to, whoever may have probed the cache for it.
-    """
-    parameters = list(inspect.signature(original).parameters.values())
-    names = [each.name for each in parameters]
-    manager, request, everything = names[0], names[1], ", ".join(names)
-    optional = {f"default_{each.name}": each.default for each in parameters if each.default is not each.empty}
-    signature = ", ".join(f"{name}=default_{name}" if f"default_{name}" in optional else name for name in names)
-    stats = f"{manager}.prefix_cache_stats"
-    settling = f"{stats}.record(" if settle is _record else f"settle({stats}, "
-    source = f"""
-def allocate_slots({signature}):
-    if {request}.num_computed_tokens:
-        return original({everything})
-    try:
-        keeper_ = {manager}._kvmend_keeper
-        lookup_ = keeper_.free.before
-    except AttributeError:
-        return careful({everything})
-    if lookup_.request_id != {request}.request_id{" or keeper_.inline_hashes is not None" if inline else ""}:
-        return careful({everything})
-    keeper_.free = lookup_
-    blocks_ = original({everything})
-    if blocks_ is None:
-        counters.dropped += 1
-        return None
-    try:
-        {settling}lookup_.num_tokens, lookup_.num_hits, lookup_.preempted)
-        counters.settled += 1
-    except AttributeError:  # the manager has no statistics any more
-        counters.dropped += 1
-    return blocks_
-"""
-    scope: dict[str, Any] = {"__name__": __name__, "original": original, "careful": careful, "settle": settle}
-    scope |= {"counters": counters, **optional}
-    exec(compile(source, __file__, "exec"), scope)
-    made: Callable[..., Any] = scope["allocate_slots"]
-    return made
-
-
-def meet_manager(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
-    """Wrapper of `KVCacheManager.__init__`: a class that bypasses the fix is found when the engine is made.
-
-    And a coordinator learns whose it is, which the inline path never says.
-    """
-    inline = INLINE in context.features
-
-    @functools.wraps(original)
-    def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
-        original(manager, *args, **kwargs)
-        adopt(manager, context.counters)
-        context.check_shadows(type(manager))
-        if inline:
-            context.check_shadows(type(manager.coordinator))
-            _link(manager)
-
-    return __init__
-
-
-def hold_inline_lookup(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
-    """Wrapper of `HybridKVCacheCoordinator.find_longest_cache_hit_per_group(block_hashes, max_length)`."""
-    counters = context.counters
-
-    @functools.wraps(original)
-    def find_longest_cache_hit_per_group(coordinator: Any, block_hashes: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(coordinator, block_hashes, *args, **kwargs)
-        link = _managers.get(coordinator)
-        manager = link() if link is not None else None
-        if manager is not None and manager.prefix_cache_stats is not None:
-            keeper = keeper_of(manager, counters)
-            hold_inline(keeper)
-            keeper.open_stats = manager.prefix_cache_stats
-            keeper.open_before = counts_of(keeper.open_stats)
-            keeper.inline_hashes = block_hashes
+            status = request.status
+            if (
+                (status is waiting or status is preempted)
+                and not request.num_computed_tokens
+                and not request.skip_reading_prefix_cache
+                and manager.enable_caching
+            ):
+                manager._kvmend_pending[request] = found[1]
+        except (AttributeError, IndexError, TypeError):
+            # A manager that was made before the fix came, or a request of a kind of somebody's own.
+            with contextlib.suppress(AttributeError, IndexError, TypeError):
+                if manager.enable_caching and not request.skip_reading_prefix_cache:
+                    keep(manager, request, found[1])
         return found
 
-    return find_longest_cache_hit_per_group
+    return get_computed_blocks
 
 
-def drop_inline_lookup(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
-    """Wrapper of `KVCacheManager.make_prefix_cache_stats()`: a step's statistics leave without a pending lookup."""
+def _standing_in(
+    original: Callable[..., Any], keep: Callable[[Any, Any, Any], None], in_place: bool
+) -> Callable[..., Any]:
+    """Any lookup: while it runs, a stand-in takes the place of the statistics and keeps what was counted."""
 
-    @functools.wraps(original)
-    def make_prefix_cache_stats(manager: Any, *args: Any, **kwargs: Any) -> Any:
-        keeper = getattr(manager, "_kvmend_keeper", None)
-        if keeper is not None and keeper.inline_hashes is not None:
-            hold_inline(keeper)
-            drop_inline(keeper)
-        if manager.coordinator not in _managers:
-            _link(manager)
-        return original(manager, *args, **kwargs)
+    def get_computed_blocks(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        stats = manager.prefix_cache_stats
+        if stats is None:
+            return original(manager, request, *args, **kwargs)
+        lookup = manager.prefix_cache_stats = Counted()
+        try:
+            found = original(manager, request, *args, **kwargs)
+        finally:
+            manager.prefix_cache_stats = stats
+        if lookup.requests and not (in_place and _skips_cache(request)):
+            keep(manager, request, lookup)
+        return found
 
-    return make_prefix_cache_stats
-
-
-#: Whose a coordinator is. Beside the objects, not on them: they can still be pickled and copied.
-_managers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
-def _link(manager: Any) -> None:
-    _managers[manager.coordinator] = weakref.ref(manager)
+    return get_computed_blocks
 
 
 def _skips_cache(request: Any) -> bool:
     """Prompt log-probabilities need every token computed; 0.8.5 counts such a request though it looks nothing up."""
     return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
+
+
+def _is_upstreams(original: Callable[..., Any]) -> bool:
+    """Whether this is vLLM's own lookup, as far as can be seen: no wrapper, and a request is all it takes."""
+    parameters = inspect.signature(original, follow_wrapped=False).parameters.values()
+    return (
+        not hasattr(original, "__wrapped__")
+        and [each.kind for each in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
+    )
+
+
+def settle_step(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
+    """Wrapper of `Scheduler.schedule()`: lookups of requests that it admitted count, the others are dropped."""
+    counters, helped = context.counters, Helped(context)
+    loading, returned = _loading(), RETURNED in context.shared
+
+    @functools.wraps(original)
+    def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = scheduler.kv_cache_manager
+        try:
+            by_steps = manager._kvmend_by_steps
+        except AttributeError:
+            by_steps = meet_late(manager, helped, context)
+        if not by_steps:
+            return original(scheduler, *args, **kwargs)
+        outside = manager._kvmend_pending
+        if outside:  # probes: whoever is admitted in this step is looked up in it
+            outside.clear()
+        pending: dict[Any, Any] = {}
+        manager._kvmend_pending = pending
+        try:
+            # Without arguments, as it is nearly always called, by the cheaper way of calling.
+            output = original(scheduler, *args, **kwargs) if args or kwargs else original(scheduler)
+        finally:
+            manager._kvmend_pending = outside
+        if pending:
+            settled = settle(pending, manager.prefix_cache_stats, loading, returned)
+            counters.settled += settled
+            counters.dropped += len(pending) - settled
+        return output
+
+    setattr(schedule, _ENDS_STEP, True)
+    return schedule
+
+
+def settle_rest(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
+    """Wrapper of `KVCacheManager.make_prefix_cache_stats()`: nothing is pending when a step's statistics leave.
+
+    With a loop that was not recognised as one of somebody's own, no step has an end; its lookups are settled here.
+    """
+    counters, helped = context.counters, Helped(context)
+    loading, returned = _loading(), RETURNED in context.shared
+
+    @functools.wraps(original)
+    def make_prefix_cache_stats(manager: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(manager, "_kvmend_by_steps"):
+            meet_late(manager, helped, context)
+        pending = manager._kvmend_pending
+        if manager._kvmend_by_steps and isinstance(pending, Pending) and pending:
+            settled = settle(pending, manager.prefix_cache_stats, loading, returned)
+            counters.dropped -= settled
+            counters.settled += settled
+            pending.clear()
+        inline = getattr(manager, "_kvmend_inline", None)
+        if inline is not None:
+            inline.drop()
+        return original(manager, *args, **kwargs)
+
+    return make_prefix_cache_stats
+
+
+def _loading() -> Any:
+    """The status of a request whose KV is loaded asynchronously: admitted, though no token of it may be computed."""
+    return getattr(importlib.import_module("vllm.v1.request").RequestStatus, "WAITING_FOR_REMOTE_KVS", object())
+
+
+def meet_manager(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
+    """Wrapper of `KVCacheManager.__init__`: sees which scheduler makes it, and whether its class bypasses the fix."""
+    helped = Helped(context)
+
+    @functools.wraps(original)
+    def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
+        original(manager, *args, **kwargs)
+        context.check_shadows(type(manager))
+        if INLINE in context.features:
+            context.check_shadows(type(manager.coordinator))
+        try:
+            by_steps = ends_steps(scheduler_above(sys._getframe(1)))
+        except Exception:  # code that cannot be looked into must not keep an engine from starting
+            context.log.warning("kvmend: the scheduler could not be looked at", exc_info=True)
+            by_steps = False
+        _meet(manager, helped, context, by_steps)
+
+    return __init__
+
+
+def meet_late(manager: Any, helped: Helped, context: Context) -> bool:
+    """Prepares a manager that was made before the fix came; whether the end of a step settles its lookups."""
+    return _meet(manager, helped, context, by_steps=True)
+
+
+def _meet(manager: Any, helped: Helped, context: Context, by_steps: bool) -> bool:
+    inline = INLINE in context.features and is_looked_up_inline(manager)
+    by_steps = by_steps and not inline
+    adopt(manager, helped, context.counters, by_steps=by_steps)
+    if inline:
+        link(manager, context.counters)
+    return by_steps
+
+
+def ends_steps(scheduler: type | None) -> bool:
+    """Whether all admissions of a scheduler class are made in vLLM's own `schedule()`, as far as its code tells."""
+    if scheduler is None:
+        return False
+    found = False
+    for function, names in reached(scheduler, "schedule"):
+        found |= hasattr(function, _ENDS_STEP)
+        whose = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+        if "allocate_slots" in names and whose not in ("vllm", __name__.partition(".")[0]):
+            return False
+    return found

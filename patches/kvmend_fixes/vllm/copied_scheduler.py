@@ -6,9 +6,7 @@ import ast
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from kvmend.api import (
@@ -26,6 +24,7 @@ from kvmend.api import (
     reached,
 )
 from kvmend_fixes.vllm import VLLM
+from kvmend_fixes.vllm._own_loops import Helped, scheduler_above
 from kvmend_fixes.vllm._scheduler_source import MANAGER, SCHEDULER, counting_bodies
 
 WHY = """\
@@ -62,49 +61,25 @@ _UNSAID = sys.maxsize
 
 def meet_manager(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `KVCacheManager.__init__`: a manager whose scheduler does not count gets what counts for it."""
-    helped: list[weakref.ref[Any]] = []
-
-    def take_back() -> None:
-        for manager in [each for reference in helped if (each := reference()) is not None]:
-            for name, method in vars(manager).pop("_kvmend_methods", {}).items():
-                if vars(manager).get(name) is method:
-                    delattr(manager, name)
-
-    context.on_removal.append(take_back)
+    helped = Helped(context)
 
     @functools.wraps(original)
     def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
         original(manager, *args, **kwargs)
         try:
-            scheduler = _scheduler_above(sys._getframe(1))
+            scheduler = scheduler_above(sys._getframe(1))
             if scheduler is not None and not counts_by_itself(scheduler):
                 help_out(manager, scheduler)
         except Exception:  # code that cannot be looked into must not keep an engine from starting
             context.log.warning("kvmend: %s: the scheduler could not be looked at", FIX.id, exc_info=True)
 
     def help_out(manager: Any, scheduler: type) -> None:
-        methods = counting_methods(manager, context)
-        vars(manager).update(methods, _kvmend_methods=methods)
-        helped.append(weakref.ref(manager))
+        helped.give(manager, counting_methods(manager, context))
         context.counters.schedulers += 1
         name = f"{scheduler.__module__}.{scheduler.__qualname__}"
         context.log.info("kvmend: %s counts no prefix-cache lookups; they are counted at admission", name)
 
     return __init__
-
-
-def _scheduler_above(frame: FrameType | None) -> type | None:
-    """The class of the scheduler that is making a manager.
-
-    Known from the calls under way: a scheduler may be no subclass of vLLM's, and a subclass may make a second manager
-    when vLLM's own constructor is through.
-    """
-    while frame is not None:
-        kind = type(frame.f_locals.get("self"))
-        if callable(getattr(kind, "schedule", None)) and callable(getattr(kind, "update_from_output", None)):
-            return kind
-        frame = frame.f_back
-    return None
 
 
 def counts_by_itself(scheduler: type) -> bool:

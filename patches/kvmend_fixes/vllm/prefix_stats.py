@@ -6,14 +6,15 @@ import ast
 
 from kvmend.api import AFFECTED, FIXED, UNKNOWN, Body, BodySource, Finding, Fix, Site, Sources
 from kvmend_fixes.vllm import VLLM
+from kvmend_fixes.vllm._inline_lookups import hold_inline_lookup
 from kvmend_fixes.vllm._lookup_holds import (
     IN_PLACE,
     INLINE,
-    drop_inline_lookup,
-    hold_inline_lookup,
+    RETURNED,
     hold_lookup,
     meet_manager,
-    settle_admission,
+    settle_rest,
+    settle_step,
 )
 from kvmend_fixes.vllm._scheduler_source import MANAGER, SCHEDULER, counting_bodies
 
@@ -27,23 +28,30 @@ stays in the waiting queue, is looked up again at the next step, and is counted 
 thousand steps counts a thousand times."""
 
 HOW = """\
-What the original counts during a lookup is held back: while it runs, a stand-in takes the place of the manager's
-statistics object and keeps what was counted, three numbers and the request's id. When the request is then admitted
-(`allocate_slots` returns blocks and the request had none computed) they are settled into the statistics, once, by the
-original's own counters. The newest lookup of the request counts, and a failed admission drops it; the last 31 lookups
-that no admission followed at once are remembered, so that probes in between do not matter. On 0.24 - 0.26 `schedule()`
-itself looks up and counts for hybrid (Mamba) models with a connector; there the counters are noted after the lookup and
-put back unless the same request is admitted.
+A lookup counts nothing yet; what it would have counted is pending for its request until `schedule()` ends. Whoever has
+computed tokens then, or is being loaded, was admitted in this step: that request's newest lookup is counted, once, with
+vLLM's own values. All other pending lookups are dropped. Where the record follows from the request and from the hits
+returned (0.11.1 and later) the lookup is made not to record; elsewhere a stand-in takes the place of the statistics
+object while it runs, and keeps what was counted.
 
-Safe because: what is scheduled does not depend on these counters; return values pass through untouched whatever their
-number; the statistics object that others hold stays the same object between two `make_prefix_cache_stats` calls;
-nothing refers to a request; nothing is copied from vLLM, so a scheduler of one's
-own is counted as well."""
+A scheduler with a loop of its own is recognised when it makes its manager: this one manager gets an `allocate_slots`
+that counts the request's lookup when it is given its slots. So does the manager of a hybrid model on 0.24 - 0.26,
+where `schedule()` itself looks up and counts if there is a KV connector; there the counters are noted after the lookup
+and put back unless the same request is admitted.
+
+Safe because: what is scheduled does not depend on these counters; arguments and return values pass through untouched
+whatever their number; the statistics object that others hold stays the same object between two
+`make_prefix_cache_stats` calls; no request is kept alive beyond its step; nothing is copied from vLLM."""
 
 REMOVE_WHEN = "The server runs vLLM 0.27.0 or later, which counts at admission itself; kvmend then says already_fixed."
 
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 _STATS = "vllm.v1.metrics.stats"
+
+#: A lookup of whose record nothing but the hits needs to be known: when there is one, and what is in it.
+_RECORD = "self.prefix_cache_stats.record"
+_SKIPS = "not self.enable_caching or request.skip_reading_prefix_cache"
+_COUNTED = {"num_tokens": "request.num_tokens", "preempted": "request.num_preemptions > 0"}
 
 
 def probe(sources: Sources) -> Finding:
@@ -62,6 +70,8 @@ def probe(sources: Sources) -> Finding:
         if _calls(schedule, "record_prefix_cache_stats"):
             return Finding(state=FIXED, reason="schedule() records lookups at admission itself")
         return Finding(state=UNKNOWN, reason="neither the lookup nor schedule() counts lookups in a known way")
+    elif _records_what_it_returns(lookup):
+        features.add(RETURNED)
     if _calls(schedule, "record_prefix_cache_stats"):
         return Finding(state=UNKNOWN, reason="lookups are counted both at the lookup and at admission")
     if _calls(schedule, "find_longest_cache_hit_per_group"):
@@ -77,6 +87,25 @@ def _calls(source: BodySource, method: str) -> bool:
         isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
         for node in ast.walk(source.tree)
     )
+
+
+def _records_what_it_returns(source: BodySource) -> bool:
+    """Whether what a lookup records can be told from its request, the second value returned, and the manager."""
+    first, last = source.tree.body[0], source.tree.body[-1]
+    if isinstance(first, ast.Expr) and len(source.tree.body) > 1:  # the docstring
+        first = source.tree.body[1]
+    recording = [node for node in source.tree.body if isinstance(node, ast.If) and _is(node.test, "self.log_stats")]
+    records = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and _is(node.func, _RECORD)]
+    if not (len(records) == len(recording) == 1 and records[0] in ast.walk(recording[0]) and not records[0].args):
+        return False
+    skips = isinstance(first, ast.If) and isinstance(first.body[0], ast.Return) and _is(first.test, _SKIPS)
+    found = last.value.elts if isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple) else []
+    counted = {each.arg: ast.unparse(each.value) for each in records[0].keywords}
+    return skips and len(found) > 1 and counted == {**_COUNTED, "num_hits": ast.unparse(found[1])}
+
+
+def _is(node: ast.AST, text: str) -> bool:
+    return ast.unparse(node) == text
 
 
 def _increments(source: BodySource) -> bool:
@@ -102,14 +131,9 @@ FIX = Fix(
     releases="0.8.5 – 0.26.0",
     sites=(
         Site(module=MANAGER, qualname="KVCacheManager.get_computed_blocks", wrap=hold_lookup),
-        Site(module=MANAGER, qualname="KVCacheManager.allocate_slots", wrap=settle_admission),
+        Site(module=SCHEDULER, qualname="Scheduler.schedule", wrap=settle_step, optional=True),
+        Site(module=MANAGER, qualname="KVCacheManager.make_prefix_cache_stats", wrap=settle_rest),
         Site(module=MANAGER, qualname="KVCacheManager.__init__", wrap=meet_manager),
-        Site(
-            module=MANAGER,
-            qualname="KVCacheManager.make_prefix_cache_stats",
-            wrap=drop_inline_lookup,
-            features=frozenset({INLINE}),
-        ),
         Site(
             module=_COORDINATOR,
             qualname="HybridKVCacheCoordinator.find_longest_cache_hit_per_group",
@@ -118,9 +142,9 @@ FIX = Fix(
         ),
     ),
     bodies=(
+        Body(module=MANAGER, qualname="KVCacheManager.allocate_slots"),
         Body(module=MANAGER, qualname="KVCacheManager.record_prefix_cache_stats"),
         Body(module=MANAGER, qualname="KVCacheManager.reset_prefix_cache"),
-        Body(module=SCHEDULER, qualname="Scheduler.schedule"),
         Body(module=_STATS, qualname="PrefixCacheStats"),
     ),
     probe=probe,

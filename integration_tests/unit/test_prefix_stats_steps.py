@@ -1,0 +1,370 @@
+"""vllm-prefix-stats with vLLM's own `schedule()`, here a double of it: lookups are settled when a step ends."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvmend_fixes.vllm._lookup_holds import ends_steps
+from support.manager_double import Request, RequestStatus, Rig, forget, make_rig
+
+EVERY = pytest.mark.parametrize("generation", ["in place", "record", "record somehow"])
+NOTHING = (0, 0, 0)
+
+
+def make(generation: str, **options: Any) -> Rig:
+    """A manager that vLLM's own scheduler makes, or one of another class."""
+    made = options.pop("scheduler_class", lambda upstream: upstream)
+    return make_rig(generation, scheduler=lambda upstream, manager: made(upstream)(manager), **options)
+
+
+def counts(rig: Rig) -> tuple[int, int, int]:
+    found: tuple[int, int, int] = rig.manager.prefix_cache_stats.counts
+    return found
+
+
+def taken(rig: Rig) -> tuple[int, ...]:
+    """What the step's statistics say, once they are handed out."""
+    stats = rig.manager.make_prefix_cache_stats()
+    return (*stats.counts, *stats.preempted)
+
+
+def allocates_as_released(rig: Rig) -> bool:
+    return "allocate_slots" not in vars(rig.manager)
+
+
+@EVERY
+def test_an_admission_counts_once_by_the_end_of_its_step_and_nothing_is_over_the_allocation(generation: str) -> None:
+    rig, request = make(generation), Request()
+    rig.manager.found = 60
+    for _ in range(5):
+        assert rig.scheduler.schedule([request]) == []
+        assert counts(rig) == NOTHING
+    assert rig.scheduler.schedule([request], admit=[request]) == [request]
+    assert counts(rig) == (1, 100, 60)
+    rig.scheduler.schedule([request], admit=[request])
+    assert taken(rig) == (1, 100, 60, 0, 0, 0)
+    assert rig.counted == {"held": 6, "settled": 1, "dropped": 5}
+    assert allocates_as_released(rig)
+
+
+@EVERY
+def test_in_a_step_with_all_sorts_only_the_admissions_count(generation: str) -> None:
+    rig = make(generation)
+    rig.manager.found = 4
+    waiting = [Request(num_tokens=tokens) for tokens in (10, 20, 40, 80, 160)]
+    rig.scheduler.schedule(waiting, admit=waiting[1:4:2], load=waiting[4:])
+    assert counts(rig) == (3, 260, 12)
+
+
+@EVERY
+def test_a_refused_allocation_counts_nothing(generation: str) -> None:
+    rig, request = make(generation), Request()
+    rig.manager.full = True
+    for _ in range(3):
+        rig.scheduler.schedule([request], admit=[request])
+    rig.manager.full = False
+    assert counts(rig) == NOTHING
+    rig.scheduler.schedule([request], admit=[request])
+    assert counts(rig) == (1, 100, 0)
+
+
+@EVERY
+def test_an_asynchronous_load_counts_when_it_begins_and_not_when_the_rest_is_computed(generation: str) -> None:
+    """Early releases give such a request no computed tokens before it is loaded."""
+    rig, request = make(generation), Request()
+    rig.scheduler.schedule([request], load=[request])
+    assert counts(rig) == (1, 100, 0)
+    request.status, request.num_computed_tokens = RequestStatus.WAITING, 64
+    rig.scheduler.schedule([request], admit=[request])
+    assert counts(rig) == (1, 100, 0)
+
+
+@pytest.mark.parametrize("generation", ["record", "record somehow"])
+def test_a_preempted_request_is_counted_again_as_preempted_when_it_is_resumed(generation: str) -> None:
+    rig, request = make(generation), Request()
+    rig.scheduler.schedule([request], admit=[request])
+    request.preempt()
+    for _ in range(3):
+        rig.scheduler.schedule([request])
+    rig.manager.found = 80
+    rig.scheduler.schedule([request], admit=[request])
+    assert taken(rig) == (1, 100, 0, 1, 100, 80)
+
+
+@EVERY
+@pytest.mark.parametrize("status", [RequestStatus.RUNNING, RequestStatus.WAITING])
+def test_a_probe_of_a_request_that_has_computed_tokens_counts_nothing(generation: str, status: RequestStatus) -> None:
+    rig, request = make(generation), Request(num_computed_tokens=32, status=status)
+    rig.scheduler.during = lambda _: rig.manager.get_computed_blocks(request)
+    rig.scheduler.schedule([request], admit=[request])
+    assert counts(rig) == NOTHING
+
+
+@EVERY
+def test_a_probe_after_the_admission_does_not_change_what_is_counted(generation: str) -> None:
+    """Catches the hits of its own blocks: they are cached by then, and it may have no computed token yet."""
+    rig, request = make(generation), Request()
+
+    def probe(_: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            rig.manager.found = 96
+            rig.manager.get_computed_blocks(request)
+
+    rig.scheduler.during = probe
+    rig.scheduler.schedule([request], admit=[request])
+    assert rig.manager.found == 96
+    assert counts(rig) == (1, 100, 0)
+
+
+@EVERY
+def test_probes_before_the_lookup_do_not_change_what_is_counted(generation: str) -> None:
+    """As of a plugin that sorts the queue by what is cached, before the step or in it."""
+    rig, first, second = make(generation), Request(), Request(num_tokens=200)
+
+    def probe(request: Request) -> None:
+        rig.manager.found = 0
+        rig.manager.get_computed_blocks(second)
+        rig.manager.found = 60
+
+    probe(second)
+    rig.scheduler.during = probe
+    rig.scheduler.schedule([first, second], admit=[second])
+    assert counts(rig)[:2] == (1, 200)
+
+
+@EVERY
+def test_a_probe_outside_a_step_whose_request_is_aborted_counts_nothing(generation: str) -> None:
+    rig, probed, stranger = make(generation), Request(), Request()
+    rig.manager.get_computed_blocks(probed)
+    rig.manager.get_computed_blocks(stranger)
+    probed.status = RequestStatus.FINISHED_ABORTED
+    rig.scheduler.schedule([])
+    assert taken(rig) == (0,) * 6
+    assert rig.counted == {"held": 2, "settled": 0, "dropped": 2}
+
+
+@EVERY
+def test_a_probe_of_a_request_that_is_being_loaded_counts_nothing(generation: str) -> None:
+    rig, request = make(generation), Request(status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+    rig.manager.get_computed_blocks(request)
+    rig.scheduler.schedule([])
+    assert taken(rig) == (0,) * 6
+
+
+@EVERY
+def test_with_caching_off_or_statistics_off_nothing_is_counted(generation: str) -> None:
+    for options in ({"caching": False}, {"stats": False}):
+        rig, request = make(generation, **options), Request()
+        rig.scheduler.schedule([request], admit=[request])
+        assert rig.manager.prefix_cache_stats is None or counts(rig) == NOTHING
+        assert rig.counted == {"held": 0, "settled": 0, "dropped": 0}
+
+
+@EVERY
+def test_statistics_that_are_switched_off_in_a_step_cost_the_count_and_not_the_engine(generation: str) -> None:
+    rig, request = make(generation), Request()
+
+    def switch_off(_: Request) -> None:
+        rig.manager.prefix_cache_stats = None
+
+    rig.scheduler.during = switch_off
+    assert rig.scheduler.schedule([request], admit=[request]) == [request]
+    assert rig.counted == {"held": 1, "settled": 0, "dropped": 1}
+
+
+@EVERY
+def test_a_lookup_that_raises_leaves_the_statistics_as_they_were_and_on(generation: str) -> None:
+    rig, request = make(generation), Request()
+    held, rig.manager.broken = rig.manager.prefix_cache_stats, True
+    with pytest.raises(LookupError):
+        rig.scheduler.schedule([request])
+    assert rig.manager.prefix_cache_stats is held
+    assert rig.manager.log_stats
+    rig.manager.broken = False
+    rig.scheduler.schedule([request], admit=[request])
+    assert counts(rig) == (1, 100, 0)
+
+
+@EVERY
+@pytest.mark.parametrize("raises", [False, True])
+def test_no_request_is_kept_alive_beyond_its_step(generation: str, raises: bool) -> None:
+    rig = make(generation)
+    request: Any = Request()
+    rig.manager.found = 60
+
+    def fail(_: Request) -> None:
+        raise LookupError("in the step")
+
+    if raises:
+        rig.scheduler.during = fail
+    with pytest.raises(LookupError, match="in the step") if raises else contextlib.nullcontext():
+        rig.scheduler.schedule([request])
+    gone = weakref.ref(request)
+    del request
+    gc.collect()
+    assert gone() is None
+
+
+@EVERY
+def test_no_number_of_probes_on_an_idle_server_keeps_anything_alive(generation: str) -> None:
+    rig = make(generation)
+    gone = []
+    for _ in range(100):
+        stranger: Any = Request()
+        rig.manager.get_computed_blocks(stranger)
+        gone.append(weakref.ref(stranger))
+    del stranger
+    gc.collect()
+    assert not any(each() is not None for each in gone)
+    assert rig.counted == {"held": 100, "settled": 0, "dropped": 100}
+
+
+@EVERY
+@pytest.mark.parametrize("first", ["a step", "a probe", "statistics"])
+def test_a_step_of_a_manager_older_than_the_fix_counts(generation: str, first: str) -> None:
+    rig, request = make(generation), Request()
+    forget(rig.manager)
+    if first == "a probe":
+        rig.manager.get_computed_blocks(Request())
+    if first == "statistics":
+        assert taken(rig) == (0,) * 6
+    rig.scheduler.schedule([request])
+    rig.scheduler.schedule([request], admit=[request])
+    assert counts(rig) == (1, 100, 0)
+
+
+@EVERY
+def test_where_no_step_ends_lookups_are_settled_when_the_statistics_are_taken(generation: str) -> None:
+    """A loop that was not seen to be one of its own, because it is in no code that can be looked into."""
+    rig = make(generation)
+    waits, runs, loads = Request(), Request(), Request()
+    for request in (waits, runs, loads):
+        rig.manager.get_computed_blocks(request)
+        rig.manager.allocate_slots(request, 16)
+    runs.num_computed_tokens, runs.status = 100, RequestStatus.RUNNING
+    loads.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert taken(rig)[:3] == (2, 200, 0)
+    assert taken(rig)[:3] == NOTHING
+    assert rig.counted == {"held": 3, "settled": 2, "dropped": 1}
+
+
+# Whose admissions are settled at the end of a step, and whose one by one -------------------------------------------
+
+
+def inherits(upstream: Any) -> Any:
+    return type("Inherits", (upstream,), {})
+
+
+def adds(upstream: Any) -> Any:
+    class Adds(upstream):  # type: ignore[misc]
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps = getattr(self, "steps", 0) + 1
+            return super().schedule(*args, **kwargs)
+
+    return Adds
+
+
+def has_a_loop_of_its_own(upstream: Any) -> Any:
+    class OwnLoop(upstream):  # type: ignore[misc]
+        def schedule(self, waiting: Sequence[Request] = (), admit: Sequence[Request] = ()) -> Any:
+            for request in waiting:
+                self.kv_cache_manager.get_computed_blocks(request)
+                if request in admit:
+                    self.kv_cache_manager.allocate_slots(request, 16)
+            return list(admit)
+
+    return OwnLoop
+
+
+def has_one_beside(upstream: Any) -> Any:
+    class Beside(has_a_loop_of_its_own(upstream)):  # type: ignore[misc]
+        def schedule(self, waiting: Sequence[Request] = (), admit: Sequence[Request] = ()) -> Any:
+            half = len(waiting) // 2
+            return [*super().schedule(waiting[:half], admit), *upstream.schedule(self, waiting[half:], admit)]
+
+    return Beside
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("scheduler_class", "by_steps"),
+    [(inherits, True), (adds, True), (has_a_loop_of_its_own, False), (has_one_beside, False)],
+)
+def test_every_scheduler_counts_its_admissions_once(generation: str, scheduler_class: Any, by_steps: bool) -> None:
+    rig = make(generation, scheduler_class=scheduler_class)
+    assert allocates_as_released(rig) == by_steps
+    waiting = [Request(num_tokens=tokens) for tokens in (10, 20, 40, 80)]
+    for admit in ([], waiting[1:2], [], waiting[2:3]):
+        rig.scheduler.schedule([each for each in waiting if each.num_computed_tokens == 0], admit)
+        for each in admit:
+            each.num_computed_tokens, each.status = each.num_tokens, RequestStatus.RUNNING
+    assert taken(rig)[:3] == (2, 60, 0)
+
+
+def test_a_manager_that_nobody_s_scheduler_makes_is_settled_one_admission_at_a_time() -> None:
+    assert not allocates_as_released(make_rig("record"))
+    assert not ends_steps(None)
+
+
+def test_where_schedule_looks_up_itself_admissions_are_settled_one_by_one() -> None:
+    """The request is not named there; it is known by what is in its admission only."""
+    assert not allocates_as_released(make("inline"))
+
+
+def test_a_schedule_that_was_replaced_by_a_copy_does_not_end_steps() -> None:
+    """vLLM's class with somebody's function in it, which does not call what was there."""
+
+    def replaced(upstream: Any) -> Any:
+        upstream.schedule = vars(has_a_loop_of_its_own(upstream))["schedule"]
+        return upstream
+
+    rig, request = make("record", scheduler_class=replaced), Request()
+    assert not allocates_as_released(rig)
+    rig.scheduler.schedule([request])
+    rig.scheduler.schedule([request], [request])
+    assert counts(rig) == (1, 100, 0)
+
+
+@EVERY
+def test_random_steps_count_what_a_ledger_counts(generation: str) -> None:
+    for seed in range(60):
+        chance, rig = random.Random(seed), make(generation)
+        waiting: list[Request] = []
+        running: list[Request] = []
+        right, found, looked_up = [0] * 6, [0] * 6, 0
+        for _ in range(60):
+            if running and chance.random() < 0.3:
+                resumed = running.pop(chance.randrange(len(running)))
+                resumed.preempt()
+                waiting.insert(0, resumed)
+            waiting += [Request(num_tokens=chance.randrange(1, 500)) for _ in range(chance.randrange(3))]
+            chosen = [request for request in waiting if chance.random() < 0.3]
+            rig.manager.found, rig.manager.full = chance.randrange(10), chance.random() < 0.2
+            if waiting and chance.random() < 0.3:
+                rig.manager.get_computed_blocks(chance.choice(waiting))
+                looked_up += 1
+            looked_up += len(waiting)
+            rig.scheduler.schedule(waiting, chosen)
+            if not rig.manager.full:
+                for request in chosen:
+                    place = 3 if request.preempted and generation != "in place" else 0
+                    for offset, value in enumerate((1, request.num_tokens, rig.manager.found)):
+                        right[place + offset] += value
+                waiting = [request for request in waiting if request not in chosen]
+                running += chosen
+            if chance.random() < 0.5:
+                found = [old + new for old, new in zip(found, taken(rig), strict=True)]
+        found = [old + new for old, new in zip(found, taken(rig), strict=True)]
+        assert found == right, seed
+        assert rig.counted == {
+            "held": looked_up,
+            "settled": right[0] + right[3],
+            "dropped": looked_up - right[0] - right[3],
+        }
