@@ -104,6 +104,12 @@ def test_a_publication_is_compared_from_where_nodes_are_not_known_any_more() -> 
     assert first_open(nodes[6], [0, 1, 7, 3, 7, 5], known=3) == 4
 
 
+def test_of_a_run_computed_in_part_the_computed_nodes_are_compared() -> None:
+    nodes = path(6)
+    publish(nodes[6], nodes[1], 4)
+    assert first_open(nodes[6], [0, 1, 7, 3, 4, 5]) == 2
+
+
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 10), st.integers(0, 10), st.integers(0, 10))
 def test_what_a_lookup_knows_changes_nothing_of_what_is_open(
     wrong: list[int], length: int, above: int, computed: int
