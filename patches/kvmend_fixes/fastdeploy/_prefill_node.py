@@ -111,7 +111,7 @@ def _remember(cache_manager: Any, request: Any, agreed: dict[str, tuple[Any, int
     """
     leaves = cache_manager.req_leaf_map
     leaf = leaves.get(request.request_id)
-    if leaf is None or cache_manager.num_cpu_blocks:
+    if leaf is None or getattr(cache_manager, "num_cpu_blocks", True):
         agreed.pop(request.request_id, None)
         return
     if len(agreed) >= len(leaves):
