@@ -231,7 +231,7 @@ def test_bookkeeping_is_one_mark_per_node(applied: Any, node: Make) -> None:
     open_nodes = [each for each in made.cache.node_map.values() if is_open(each)]
     assert 0 < len(open_nodes) <= Options().blocks
     (state,) = (getattr(made.cache, name) for name in ours(made))
-    assert all(len(value) <= 3 for value in (state.debts, state.matched))
+    assert all(len(value) <= 3 for value in (state.debts, state.matched, state.agreed))
 
 
 class _nothing:

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmend_fixes.fastdeploy import _frontier, _reports
-from kvmend_fixes.fastdeploy._frontier import cover, covered_end, first_open, is_open, path_up, publish
+from kvmend_fixes.fastdeploy._frontier import (
+    agreeing,
+    cover,
+    covered_end,
+    first_open,
+    is_open,
+    path_up,
+    publish,
+)
 
 
 @dataclass(eq=False)
@@ -73,6 +81,46 @@ def test_a_node_with_another_block_than_the_request_counts_as_open() -> None:
 
 def test_a_block_table_shorter_than_the_path_ends_what_can_be_read() -> None:
     assert first_open(path(3)[3], [0]) == 1
+
+
+def test_nodes_agree_with_a_table_down_to_the_first_that_does_not() -> None:
+    leaf = path(4)[4]
+    assert agreeing(leaf, TABLE) == 4
+    assert agreeing(leaf, [0, 1, 7, 7]) == 2
+    assert agreeing(leaf, [0, 7, 2, 7], above=2) == 3
+    assert agreeing(leaf, [0, 1]) == 2
+    assert agreeing(leaf, [7], above=1) == 1
+    assert agreeing(path(0)[0], []) == 0
+
+
+def test_nodes_that_are_known_to_agree_are_not_compared_again() -> None:
+    leaf = path(4)[4]
+    assert [first_open(leaf, [7, 1, 2, 3], known) for known in (0, 1, 4)] == [0, 4, 4]
+
+
+def test_a_publication_is_compared_from_where_nodes_are_not_known_any_more() -> None:
+    nodes = path(6)
+    publish(nodes[6], nodes[1], 6)
+    assert first_open(nodes[6], [0, 1, 7, 3, 7, 5], known=3) == 4
+
+
+def test_of_a_run_computed_in_part_the_computed_nodes_are_compared() -> None:
+    nodes = path(6)
+    publish(nodes[6], nodes[1], 4)
+    assert first_open(nodes[6], [0, 1, 7, 3, 4, 5]) == 2
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 10), st.integers(0, 10), st.integers(0, 10))
+def test_what_a_lookup_knows_changes_nothing_of_what_is_open(
+    wrong: list[int], length: int, above: int, computed: int
+) -> None:
+    """Catches a shortcut past a node that is not the request's."""
+    nodes, table = path(length), TABLE[:]
+    for index in wrong:
+        table[index] = 99
+    if above < length:
+        publish(nodes[length], nodes[above], computed)
+    assert first_open(nodes[length], table, agreeing(nodes[length], table)) == first_open(nodes[length], table)
 
 
 def test_the_mark_goes_with_the_node_when_its_block_changes() -> None:

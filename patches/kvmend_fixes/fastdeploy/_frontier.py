@@ -95,21 +95,48 @@ def cover(leaf: Node, start: int, end: int) -> int:
         How many nodes were open until now.
     """
     covered = 0
-    node: Node | None = leaf
-    while node is not None and (depth := node.depth) > start:
-        publication: Publication | None = getattr(node, PUBLICATION, None)
-        if publication is None:
+    node: Any = leaf
+    # Runs once per chunk; `min` would be a third of it. No chunk begins before the root, so the walk ends there.
+    while (depth := node.depth) > start:
+        try:
+            publication: Publication = node.kvmend_publication
+        except AttributeError:
             node = node.parent
             continue
-        upto = min(end, depth)
-        if start <= publication.covered < upto:
-            covered += upto - publication.covered
+        before = publication.covered
+        upto = end if end < depth else depth
+        if start <= before < upto:
             publication.covered = upto
+            covered += upto - before
         node = publication.above
     return covered
 
 
-def first_open(leaf: Node, block_table: Sequence[int]) -> int:
+def agreeing(leaf: Node, block_table: Sequence[int], above: int = 0) -> int:
+    """The depth down to which the nodes on a path hold the blocks that a request's table names.
+
+    Args:
+        leaf: The deepest node of the path.
+        block_table: The request's block ids.
+        above: Depth down to which the nodes are not looked at.
+
+    Returns:
+        Depth of the node above the first that holds another block, or lies behind the table's end; else of the leaf.
+    """
+    node: Any = leaf
+    first = depth = leaf.depth
+    while depth > len(block_table) and depth > above:
+        depth -= 1
+        first, node = depth, node.parent
+    # Visits every node, in the time of an attribute or two each.
+    for block_id in reversed(block_table[above:depth]):
+        if node.block_id != block_id:
+            first = node.depth - 1
+        node = node.parent
+    return first
+
+
+def first_open(leaf: Node, block_table: Sequence[int], known: int = 0) -> int:
     """The first block of a request that it must not read unless it computes it.
 
     A node whose block is not the one in the request's own table says nothing of the request's block, so it counts as
@@ -118,31 +145,31 @@ def first_open(leaf: Node, block_table: Sequence[int]) -> int:
     Args:
         leaf: The deepest node of the request.
         block_table: The request's block ids.
+        known: Depth down to which the nodes are known to hold the blocks of the table, see `agreeing`.
 
     Returns:
         Index of the block, or the number of nodes on the path if all of them are covered.
     """
-    node, depth = leaf, leaf.depth
-    first, known = depth, len(block_table)
-    # Runs once per request and visits what was matched, in the time of an attribute or two per node.
+    node: Any = leaf
+    first = depth = leaf.depth
+    # Runs once per request and, where the nodes are known, visits a node or two of every publication on the path.
     while depth:
-        publication: Publication | None = getattr(node, PUBLICATION, None)
-        above = node.parent if publication is None else publication.above
-        assert above is not None, "only the root has no parent"
-        end = above.depth
-        if publication is not None and publication.covered < depth:
-            first = publication.covered
-            if first == end:
-                node, depth = above, end  # open as a whole: its blocks do not matter
-                continue
-        while depth > known and depth > end:  # the table ends before the path
-            depth -= 1
-            first, node = min(first, depth), node.parent  # type: ignore[assignment]
-        for block_id in reversed(block_table[end:depth]):
-            if node.block_id != block_id:
-                first = min(first, node.depth - 1)
-            node = node.parent  # type: ignore[assignment]
-        depth = end
+        try:
+            publication: Publication = node.kvmend_publication
+        except AttributeError:
+            above = node.parent
+            end = above.depth
+        else:
+            above = publication.above
+            end = above.depth
+            if publication.covered < depth:
+                first = publication.covered
+                if first == end:
+                    node, depth = above, end  # open as a whole: its blocks do not matter
+                    continue
+        if depth > known and (agreed := agreeing(node, block_table, max(end, known))) < depth:
+            first = min(first, agreed)
+        node, depth = above, end
     return first
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmend.api import Context
-from kvmend_fixes.fastdeploy._frontier import cover, covered_end, first_open, publish
+from kvmend_fixes.fastdeploy._frontier import agreeing, cover, covered_end, first_open, publish
 from kvmend_fixes.fastdeploy._prefill_source import NO_PUBLICATION
 from kvmend_fixes.fastdeploy._reports import move_start, repaying
 
@@ -23,18 +23,23 @@ class _State:
     """What is remembered of one cache manager; made when its node preallocates its first request.
 
     Attributes:
+        block_size: Tokens per block.
         publications: How often the tree grew.
         matched: Id of the request that was looked up last and `publications` then.
+        agreed: By id of a request that was looked up and not scheduled yet, its block table and how many of the nodes
+            found are known to hold the blocks in it.
         chunk: The running request whose next chunk is being planned; None for one from the waiting queue.
         debts: Tokens counted too much so far, by Prometheus counter.
         complained: Whether a failure was logged.
     """
 
-    __slots__ = ("chunk", "complained", "debts", "matched", "publications")
+    __slots__ = ("agreed", "block_size", "chunk", "complained", "debts", "matched", "publications")
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self.publications = 0
         self.matched: tuple[str, int] | None = None
+        self.agreed: dict[str, tuple[Any, int]] = {}
         self.chunk: Any = None
         self.debts: dict[str, int] = {}
         self.complained = False
@@ -58,7 +63,7 @@ def wrap_preallocate_resource_in_p(original: _Method, context: Context) -> _Meth
             return original(self, request)
         state = _state_of(self.cache_manager)
         if state is None:
-            state = _State()
+            state = _State(config.cache_config.block_size)
             setattr(self.cache_manager, _STATE, state)
         done = original(self, request)
         if not done or publishes:
@@ -71,26 +76,49 @@ def wrap_preallocate_resource_in_p(original: _Method, context: Context) -> _Meth
                 context.counters.not_published += 1
                 return done
             state.chunk = None
-            block_size = config.cache_config.block_size
-            self.cache_manager.update_cache_blocks(request, block_size, request.need_prefill_tokens)
+            self.cache_manager.update_cache_blocks(request, state.block_size, request.need_prefill_tokens)
         return done
 
     return preallocate_resource_in_p
 
 
 def wrap_get_prefix_cached_blocks(original: _Method, context: Context) -> _Method:
+    safe = context.mode == "safe"
+
     @functools.wraps(original)
     def get_prefix_cached_blocks(self: Any, request: Any) -> Any:
         state = _state_of(self.cache_manager)
         if state is None:
             return original(self, request)
         state.matched = (request.request_id, state.publications)
-        if not any(state.debts.values()):
-            return original(self, request)
-        with repaying(state.debts):
-            return original(self, request)
+        if any(state.debts.values()):
+            with repaying(state.debts):
+                found = original(self, request)
+        else:
+            found = original(self, request)
+        if safe and found:
+            _remember(self.cache_manager, request, state.agreed)
+        return found
 
     return get_prefix_cached_blocks
+
+
+def _remember(cache_manager: Any, request: Any, agreed: dict[str, tuple[Any, int]]) -> None:
+    """Compares the nodes found with the request's block table while both are at hand, so that scheduling need not.
+
+    A request's table is only ever appended to. The block of a node changes when it is swapped, so nothing is remembered
+    where there are host blocks.
+    """
+    leaves = cache_manager.req_leaf_map
+    leaf = leaves.get(request.request_id)
+    if leaf is None or getattr(cache_manager, "num_cpu_blocks", True):
+        agreed.pop(request.request_id, None)
+        return
+    if len(agreed) >= len(leaves):
+        for name in [name for name in agreed if name not in leaves]:
+            del agreed[name]  # released without having been scheduled
+    table = request.block_tables
+    agreed[request.request_id] = table, agreeing(leaf, table)
 
 
 def wrap_get_num_new_tokens(original: _Method, context: Context) -> _Method:
@@ -98,15 +126,20 @@ def wrap_get_num_new_tokens(original: _Method, context: Context) -> _Method:
 
     @functools.wraps(original)
     def get_num_new_tokens(self: Any, request: Any, token_budget: Any) -> Any:
-        state = _state_of(self.cache_manager)
+        state = self.cache_manager.__dict__.get(_STATE)  # as _state_of, which would be a call more per chunk
         if state is None:
             return original(self, request, token_budget)
-        # `schedule()` looks at running requests first and at the head of the waiting queue afterwards.
-        state.chunk = None if self.waiting and self.waiting[0] is request else request
         before = request.num_computed_tokens
-        # One that goes on where its last chunk ended has computed all that lies before.
-        if safe and (state.chunk is None or before != request.prefill_end_index or before == 0):
-            start = _start_of(self, request)
+        # `schedule()` looks at running requests first and at the head of the waiting queue afterwards.
+        if self.waiting and self.waiting[0] is request:
+            state.chunk = None
+        else:
+            state.chunk = request
+            # One that goes on where its last chunk ended has computed all that lies before.
+            if before and before == request.prefill_end_index:
+                return original(self, request, token_budget)
+        if safe:
+            start = _start_of(self, request, state)
             if start != before:
                 move_start(self, request, start, state.debts)
                 if start < before:
@@ -120,26 +153,28 @@ def wrap_get_num_new_tokens(original: _Method, context: Context) -> _Method:
     return get_num_new_tokens
 
 
-def _start_of(manager: Any, request: Any) -> int:
+def _start_of(manager: Any, request: Any, state: _State) -> int:
     """Where a request about to be scheduled has to start: the first token that it must compute itself."""
     computed: int = request.num_computed_tokens
-    started = request.prefill_end_index > 0
-    config = manager.config.cache_config
     leaf = manager.cache_manager.req_leaf_map.get(request.request_id)
     if leaf is None:
         # The tree was reset since the lookup: nothing is known of the matched blocks any more.
-        return computed if started else 0
-    block_size: int = config.block_size
-    first = first_open(leaf, request.block_tables)
+        return computed if request.prefill_end_index > 0 else 0
+    block_size, table = state.block_size, request.block_tables
+    agreed = state.agreed.pop(request.request_id, None)
+    first = first_open(leaf, table, agreed[1] if agreed is not None and agreed[0] is table else 0)
     start = first * block_size
+    if start == computed:
+        return computed
     if start < computed:
         if first == leaf.depth:
             return computed  # all its nodes are covered; the rest of the hit was fetched and is not in the tree yet
     else:
-        if started:
+        if request.prefill_end_index > 0:
             return computed  # a worker takes up a prompt where the last chunk ended
         # As after a full match: the last block is computed again, for there must be something to sample from.
         start = min(start, (request.need_prefill_tokens - 1) // block_size * block_size)
+    config = manager.config.cache_config
     if getattr(config, "disable_chunked_mm_input", False) and hasattr(manager, "revert_chunked_mm_input"):
         start = manager.revert_chunked_mm_input(request.multimodal_inputs, start)
     return start if first * block_size < computed else max(start, computed)
@@ -151,11 +186,15 @@ def wrap_prepare_prefill_task(original: _Method, context: Context) -> _Method:
     @functools.wraps(original)
     def prepare_prefill_task(self: Any, request: Any, new_token_num: Any) -> Any:
         task = original(self, request, new_token_num)
-        if _state_of(self.cache_manager) is not None:
-            leaf = self.cache_manager.req_leaf_map.get(request.request_id)
-            if leaf is not None:
-                start, block_size = request.num_computed_tokens, self.config.cache_config.block_size
-                counters.covered += cover(leaf, start // block_size, (start + new_token_num) // block_size)
+        cache_manager = self.cache_manager
+        state = cache_manager.__dict__.get(_STATE)  # as above
+        if state is not None:
+            try:
+                leaf = cache_manager.req_leaf_map[request.request_id]
+            except KeyError:
+                return task  # the tree was reset since the lookup
+            start, block_size = request.num_computed_tokens, state.block_size
+            counters.covered += cover(leaf, start // block_size, (start + new_token_num) // block_size)
         return task
 
     return prepare_prefill_task
