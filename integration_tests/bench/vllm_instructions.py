@@ -25,7 +25,6 @@ _COUNTED, _DECODING_STEPS = 480, 16
 #: Requests that are served before, while the block pool fills, and those that go through each treatment before it is
 #: counted, while CPython specialises its code.
 _WARM_UP, _MEETING = 2000, 1000
-_TREATMENTS = ("without", "with", "empty wrappers", "without again")
 
 
 def main() -> int:
@@ -43,7 +42,7 @@ def main() -> int:
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "KVMEND": "0"}
     figures = per_request(counted(command, environment))
     report = Report("vllm_instructions")
-    for treatment in _TREATMENTS[1:]:
+    for treatment in vllm_steps.TREATMENTS[1:]:
         for case in vllm_steps.CASES:
             for requests in sizes:
                 without, found = figures[case, requests, "without"], figures[case, requests, treatment]
@@ -80,7 +79,7 @@ def count(counter: Counter, sizes: tuple[int, ...]) -> None:
             steps = max(_DECODING_STEPS if case == "decode" else 1, _COUNTED // requests)
             block(max(4, _WARM_UP // requests))
             gc.collect()
-            for treatment in _TREATMENTS:
+            for treatment in vllm_steps.TREATMENTS:
                 print(f"  {case}, {requests} requests, {treatment}", file=sys.stderr, flush=True)
                 # Each in a child of its own: all of them go on from the same requests, blocks and dictionaries.
                 if os.fork() == 0:

@@ -29,7 +29,6 @@ SIZES = (10, 100, 1000)
 LABELS = {
     "with": "kvmend",
     "without again": "nothing, measured a second time",
-    "empty wrappers": "wrappers that only pass the call on, the least that any can cost",
     "native": "a release that is natively fixed",
 }
 #: Requests in a block: so many that it takes milliseconds, and so few that a pair was taken within a moment. A busy

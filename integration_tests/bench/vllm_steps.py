@@ -26,9 +26,8 @@ CASES = ("deferred", "admitted", "decode")
 #: Requests in the steps that CPython gets to specialise its code for what has just been put in place: where it did so
 #: before, it takes 53 misses before it does so again.
 _MEETING = 600
-#: "without" kvmend, "with" it, with "empty wrappers" in place of kvmend's that only pass the call on, which is what any
-#: wrapper in Python costs, and "without again", which shows how far two measurements of the same lie apart.
-TREATMENTS = ("without", "with", "empty wrappers", "without again")
+#: "without" kvmend, "with" it, and "without again", which shows how far two measurements of the same lie apart.
+TREATMENTS = ("without", "with", "without again")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,11 +103,7 @@ def treatments() -> Callable[[str], None]:
     without = [vars(owner).get(name) for owner, name in places]
     if outcome not in ("applied", "already_fixed"):
         raise RuntimeError(f"vllm-prefix-stats is {outcome}")
-    empty = [
-        passing_on(function) if name in ("get_computed_blocks", "allocate_slots") else function
-        for function, (_, name) in zip(without, places, strict=True)
-    ]
-    functions = {"without": without, "with": with_, "empty wrappers": empty, "without again": without}
+    functions = {"without": without, "with": with_, "without again": without}
 
     def put(treatment: str) -> None:
         for (owner, name), function, now in zip(places, functions[treatment], without, strict=True):
@@ -121,17 +116,6 @@ def treatments() -> Callable[[str], None]:
 def _place(module: str, qualname: str) -> tuple[Any, str]:
     owner, _, name = qualname.rpartition(".")
     return getattr(sys.modules[module], owner, object), name
-
-
-def passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The cheapest wrapper there is in Python: the original's own parameters, passed on by position."""
-    code = original.__code__
-    names = code.co_varnames[: code.co_argcount]
-    optional = dict(zip(reversed(names), reversed(original.__defaults__ or ()), strict=False))
-    signature = ", ".join(f"{name}=defaults[{name!r}]" if name in optional else name for name in names)
-    scope: dict[str, Any] = {"original": original, "defaults": optional}
-    exec(f"def passed({signature}):\n    return original({', '.join(names)})", scope)
-    return functools.wraps(original)(scope["passed"])
 
 
 def deferred(requests: int) -> Callable[[int], float]:

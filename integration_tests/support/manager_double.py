@@ -127,6 +127,7 @@ def make_rig(
     stats: bool = True,
     arity: int = 2,
     beneath: Mapping[str, Callable[[Any], Any]] | None = None,
+    mamba: bool = True,
     scheduler: Callable[[type, type], Any] | None = None,
 ) -> Rig:
     """A manager of one generation with the fix's wrappers over its methods.
@@ -137,6 +138,7 @@ def make_rig(
         stats: Whether it keeps statistics.
         arity: Number of values that a lookup returns.
         beneath: Wrappers of somebody else's that were there before the fix, by the method's name.
+        mamba: Whether the model has Mamba layers.
         scheduler: Makes the scheduler that makes the manager, from the double of vLLM's scheduler class and the
             manager class; without it nobody's scheduler makes it, as in a loop of one's own.
     """
@@ -152,6 +154,7 @@ def make_rig(
         def __init__(self) -> None:
             self.enable_caching = caching
             self.coordinator = HybridKVCacheCoordinator() if generation == "inline" else UnitaryKVCacheCoordinator()
+            self.kv_cache_config = SimpleNamespace(has_mamba_layers=mamba)
             self.log_stats = stats
             self.prefix_cache_stats: Stats | None = Stats() if stats else None
             self.found = 0

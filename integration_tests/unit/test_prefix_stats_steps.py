@@ -318,6 +318,15 @@ def test_where_schedule_looks_up_itself_admissions_are_settled_one_by_one() -> N
     assert not allocates_as_released(make("inline"))
 
 
+def test_a_hybrid_model_without_mamba_layers_is_settled_by_steps() -> None:
+    """vLLM's own `schedule()` leaves its lookups to the manager."""
+    rig, request = make("inline", mamba=False), Request()
+    assert allocates_as_released(rig)
+    rig.scheduler.schedule([request])
+    rig.scheduler.schedule([request], admit=[request])
+    assert taken(rig) == (1, 100, 0, 0, 0, 0)
+
+
 def test_a_schedule_that_was_replaced_by_a_copy_does_not_end_steps() -> None:
     """vLLM's class with somebody's function in it, which does not call what was there."""
 

@@ -87,9 +87,15 @@ class Inline:
         self.open_stats, self.open_before = None, ()
 
 
-def is_looked_up_inline(manager: Any) -> bool:
-    """Whether a manager's model is one that `schedule()` looks up itself, if there is a connector."""
+def may_be_looked_up_inline(manager: Any) -> bool:
+    """Whether a manager's coordinator is of the kind that a scheduler can ask past the manager."""
     return hasattr(type(manager.coordinator), "find_longest_cache_hit_per_group")
+
+
+def is_looked_up_inline(manager: Any) -> bool:
+    """Whether vLLM's own `schedule()` does so, if there is a connector: for models with Mamba layers."""
+    mamba = getattr(getattr(manager, "kv_cache_config", None), "has_mamba_layers", True)
+    return may_be_looked_up_inline(manager) and bool(mamba)
 
 
 def link(manager: Any, counters: Counters) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmend.api import Context, reached
-from kvmend_fixes.vllm._inline_lookups import is_looked_up_inline, link
+from kvmend_fixes.vllm._inline_lookups import is_looked_up_inline, link, may_be_looked_up_inline
 from kvmend_fixes.vllm._own_loops import Helped, scheduler_above
 from kvmend_fixes.vllm._settling import Counted, Pending, adopt, settle
 
@@ -210,10 +210,10 @@ def meet_late(manager: Any, helped: Helped, context: Context) -> bool:
 
 
 def _meet(manager: Any, helped: Helped, context: Context, by_steps: bool) -> bool:
-    inline = INLINE in context.features and is_looked_up_inline(manager)
-    by_steps = by_steps and not inline
+    inline = INLINE in context.features
+    by_steps = by_steps and not (inline and is_looked_up_inline(manager))
     adopt(manager, helped, context.counters, by_steps=by_steps)
-    if inline:
+    if inline and not by_steps and may_be_looked_up_inline(manager):
         link(manager, context.counters)
     return by_steps
 

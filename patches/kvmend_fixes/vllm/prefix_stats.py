@@ -35,9 +35,9 @@ returned (0.11.1 and later) the lookup is made not to record; elsewhere a stand-
 object while it runs, and keeps what was counted.
 
 A scheduler with a loop of its own is recognised when it makes its manager: this one manager gets an `allocate_slots`
-that counts the request's lookup when it is given its slots. So does the manager of a hybrid model on 0.24 - 0.26,
-where `schedule()` itself looks up and counts if there is a KV connector; there the counters are noted after the lookup
-and put back unless the same request is admitted.
+that counts the request's lookup when it is given its slots. So does the manager of a model with Mamba layers on
+0.24 - 0.26, where `schedule()` itself looks up and counts if there is a KV connector; there the counters are noted
+after the lookup and put back unless the same request is admitted.
 
 Safe because: what is scheduled does not depend on these counters; arguments and return values pass through untouched
 whatever their number; the statistics object that others hold stays the same object between two
