@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvmend.journal import JOURNAL
 from support.toyfix import make_fix, write_table
-from support.toyfw import register_fix
+from support.toyfw import register_fix, write_release
 
 
 def _forget(*packages: str) -> None:
@@ -33,6 +35,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     JOURNAL.entries.clear()
     _forget("toyfw", "toytables", "toy_fixes", "toy_others", "broken_fixes", "foreign")
+
+
+@pytest.fixture
+def toyfw(root: Path) -> Any:
+    """The toy framework's engine module, imported; no fix yet."""
+    write_release(root)
+    return importlib.import_module("toyfw.engine")
 
 
 @pytest.fixture

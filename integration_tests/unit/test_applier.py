@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,28 +35,28 @@ def every_raw() -> list[int]:
     return [id(raw(qualname)) for qualname in EVERY_KIND]
 
 
-@pytest.fixture
-def toy(root: Path) -> Any:
-    write_release(root)
-    return engine()
-
-
-def test_an_applied_fix_is_in_place_and_counts_its_calls(toy: Any, root: Path) -> None:
+def test_an_applied_fix_is_in_place_and_counts_its_calls(toyfw: Any, root: Path) -> None:
     fix = make_fix(fingerprints=write_table(root, make_fix()))
     result = applier.apply(fix)
     assert (result.outcome, result.reason) == (Outcome.APPLIED, "source is that of 1.0; the lookup counts")
     assert (result.sites, result.known_as, result.version) == (("toyfw.engine:Engine.lookup",), ("1.0",), "1.0")
-    assert toy.Engine().lookup("a") == "found a +kvmend"
+    assert toyfw.Engine().lookup("a") == "found a +kvmend"
     assert JOURNAL.entries[fix.id].counters.as_dict() == {"calls": 1}
 
 
-def test_functions_methods_static_and_class_methods_are_wrapped_as_what_they_are(toy: Any) -> None:
+def test_functions_methods_static_and_class_methods_are_wrapped_as_what_they_are(toyfw: Any) -> None:
     kinds = [type(raw(qualname)) for qualname in EVERY_KIND]
     assert applier.apply(make_fix(*map(site, EVERY_KIND))).outcome is Outcome.APPLIED
     assert [type(raw(qualname)) for qualname in EVERY_KIND] == kinds
-    built = toy.Engine.build()
-    assert (type(built), built.size("abc"), toy.Engine.size("abc"), built.admit("abc"), toy.tick(built)) == (
-        toy.Engine,
+    built = toyfw.Engine.build()
+    assert (
+        type(built),
+        built.size("abc"),
+        toyfw.Engine.size("abc"),
+        built.admit("abc"),
+        toyfw.tick(built),
+    ) == (
+        toyfw.Engine,
         3,
         3,
         True,
@@ -64,7 +65,7 @@ def test_functions_methods_static_and_class_methods_are_wrapped_as_what_they_are
     assert JOURNAL.entries["toy-count"].counters.as_dict() == {"calls": 5}
 
 
-def test_removing_puts_the_very_same_objects_back(toy: Any) -> None:
+def test_removing_puts_the_very_same_objects_back(toyfw: Any) -> None:
     before = every_raw()
     applier.apply(make_fix(*map(site, EVERY_KIND)))
     assert not set(before) & set(every_raw())
@@ -75,31 +76,31 @@ def test_removing_puts_the_very_same_objects_back(toy: Any) -> None:
     assert applier.remove("toy-count") is None
 
 
-def test_a_fix_can_be_applied_again_after_it_was_removed(toy: Any) -> None:
+def test_a_fix_can_be_applied_again_after_it_was_removed(toyfw: Any) -> None:
     for _ in range(3):
         assert applier.apply(make_fix()).outcome is Outcome.APPLIED
-        assert toy.Engine().lookup("a") == "found a +kvmend"
+        assert toyfw.Engine().lookup("a") == "found a +kvmend"
         applier.remove("toy-count")
-        assert toy.Engine().lookup("a") == "found a"
+        assert toyfw.Engine().lookup("a") == "found a"
 
 
-def test_applying_twice_is_applying_once(toy: Any) -> None:
+def test_applying_twice_is_applying_once(toyfw: Any) -> None:
     first = applier.apply(make_fix())
     in_place = raw("Engine.lookup")
     assert applier.apply(make_fix()) == first
     assert raw("Engine.lookup") is in_place
-    assert toy.Engine().lookup("a") == "found a +kvmend"
+    assert toyfw.Engine().lookup("a") == "found a +kvmend"
 
 
-def test_fixes_of_one_site_stack_and_come_off_last_first(toy: Any) -> None:
+def test_fixes_of_one_site_stack_and_come_off_last_first(toyfw: Any) -> None:
     before = raw("Engine.lookup")
     first, second = make_fix(), make_fix(id="toy-other", switch="KVMEND_TOY_OTHER")
     assert [applier.apply(fix).outcome for fix in (first, second)] == [Outcome.APPLIED] * 2
-    assert toy.Engine().lookup("a") == "found a +kvmend +kvmend"
+    assert toyfw.Engine().lookup("a") == "found a +kvmend +kvmend"
     stays = applier.remove(first.id)
     assert stays is not None
     assert stays.outcome is Outcome.CONFLICT
-    assert toy.Engine().lookup("a") == "found a +kvmend +kvmend"
+    assert toyfw.Engine().lookup("a") == "found a +kvmend +kvmend"
     assert [applier.remove(fix.id).outcome for fix in (second, first)] == [Outcome.DISABLED] * 2  # type: ignore[union-attr]
     assert raw("Engine.lookup") is before
 
@@ -123,7 +124,7 @@ def builtin(original: Callable[..., Any], context: Context) -> Any:
         (builtin, "every site was put back"),
     ],
 )
-def test_a_factory_that_fails_on_the_second_site_takes_the_first_back(toy: Any, wrap: Any, reason: str) -> None:
+def test_a_factory_that_fails_on_the_second_site_takes_the_first_back(toyfw: Any, wrap: Any, reason: str) -> None:
     before = every_raw()
     result = applier.apply(make_fix(site("Engine.lookup"), site("Engine.admit", wrap=wrap), site("tick")))
     assert (result.outcome, result.sites) == (Outcome.FAILED, ())
@@ -133,7 +134,7 @@ def test_a_factory_that_fails_on_the_second_site_takes_the_first_back(toy: Any, 
     assert applier.apply(make_fix(site("Engine.lookup"), site("Engine.admit"))).outcome is Outcome.APPLIED
 
 
-def test_a_factory_that_is_interrupted_leaves_nothing_behind(toy: Any) -> None:
+def test_a_factory_that_is_interrupted_leaves_nothing_behind(toyfw: Any) -> None:
     def interrupted(original: Callable[..., Any], context: Context) -> Any:
         raise KeyboardInterrupt
 
@@ -208,10 +209,10 @@ def test_a_site_that_the_module_deletes_again_is_a_failure_that_touches_nothing(
 
 
 def test_a_module_loaded_from_elsewhere_than_the_source_judged_is_a_conflict(
-    toy: Any, root: Path, tmp_path_factory: pytest.TempPathFactory
+    toyfw: Any, root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = write_release(tmp_path_factory.mktemp("other"))
-    toy.__file__ = str(other / "engine.py")
+    toyfw.__file__ = str(other / "engine.py")
     result = applier.apply(make_fix())
     assert result.outcome is Outcome.CONFLICT
     assert (
@@ -243,7 +244,7 @@ def test_whatever_is_not_to_be_mended_is_not_touched(
 
 
 def test_a_switch_that_is_turned_on_later_is_seen_at_the_next_application(
-    toy: Any, monkeypatch: pytest.MonkeyPatch
+    toyfw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVMEND", "0")
     assert applier.apply(make_fix()).outcome is Outcome.DISABLED
@@ -251,7 +252,7 @@ def test_a_switch_that_is_turned_on_later_is_seen_at_the_next_application(
     assert applier.apply(make_fix()).outcome is Outcome.APPLIED
 
 
-def test_the_wrappers_of_one_application_share_a_context(toy: Any) -> None:
+def test_the_wrappers_of_one_application_share_a_context(toyfw: Any) -> None:
     contexts: list[Context] = []
 
     def noting(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
@@ -281,23 +282,22 @@ def _together(count: int, work: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_applying_from_several_threads_at_once_is_applying_once(toy: Any, count: int) -> None:
+def test_applying_from_several_threads_at_once_is_applying_once(toyfw: Any, count: int) -> None:
     fix: Fix = make_fix(site("Engine.lookup"), site("tick"))
     for _ in range(50):
         before = every_raw()
         outcomes = _together(count, lambda: applier.apply(fix).outcome)
         assert outcomes == [Outcome.APPLIED] * count
-        assert toy.Engine().lookup("a") == "found a +kvmend"
+        assert toyfw.Engine().lookup("a") == "found a +kvmend"
         removals = [result for result in _together(count, lambda: applier.remove(fix.id)) if result is not None]
         assert [result.outcome for result in removals] == [Outcome.DISABLED]
         assert every_raw() == before
 
 
-def test_two_modules_are_wrapped_together(toy: Any) -> None:
+def test_two_modules_are_wrapped_together(toyfw: Any) -> None:
     fix = make_fix(site("Engine.lookup"), site("Cache.get", CACHE), site("flush", CACHE))
     assert applier.apply(fix).outcome is Outcome.ARMED
-    assert toy.Engine().lookup("a") == "found a"
-    import toyfw.cache  # type: ignore[import-not-found]
-
+    assert toyfw.Engine().lookup("a") == "found a"
+    cache = importlib.import_module("toyfw.cache")
     assert applier.apply(fix).outcome is Outcome.APPLIED
-    assert (toy.Engine().lookup("a"), toyfw.cache.flush(1)) == ("found a +kvmend", "flushed +kvmend")
+    assert (toyfw.Engine().lookup("a"), cache.flush(1)) == ("found a +kvmend", "flushed +kvmend")

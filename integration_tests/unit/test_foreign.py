@@ -98,12 +98,6 @@ INSTEAD = """
 """
 
 
-@pytest.fixture
-def toy(root: Path) -> Any:
-    write_release(root)
-    return importlib.import_module("toyfw.engine")
-
-
 def foreign(root: Path, text: str) -> None:
     write_module(root, "foreign", text)
     importlib.invalidate_caches()
@@ -117,62 +111,62 @@ def removed() -> Result:
 
 
 @pytest.mark.parametrize("way", VISIBLE)
-def test_over_a_foreign_wrapper_both_work_and_removing_ours_keeps_theirs(toy: Any, root: Path, way: str) -> None:
+def test_over_a_foreign_wrapper_both_work_and_removing_ours_keeps_theirs(toyfw: Any, root: Path, way: str) -> None:
     foreign(root, KEEPING[way])
-    theirs = vars(toy.Engine)["lookup"]
+    theirs = vars(toyfw.Engine)["lookup"]
     result = applier.apply(make_fix())
     assert result.outcome is Outcome.APPLIED
     assert result.reason.startswith("the lookup counts; over ")
     assert "foreign" in result.reason
-    assert toy.Engine().lookup("a") == "found a +foreign +kvmend"
+    assert toyfw.Engine().lookup("a") == "found a +foreign +kvmend"
     assert removed().outcome is Outcome.DISABLED
-    assert vars(toy.Engine)["lookup"] is theirs
-    assert toy.Engine().lookup("a") == "found a +foreign"
+    assert vars(toyfw.Engine)["lookup"] is theirs
+    assert toyfw.Engine().lookup("a") == "found a +foreign"
 
 
 @pytest.mark.parametrize("way", VISIBLE)
-def test_beneath_a_foreign_wrapper_ours_works_on_and_is_not_removed(toy: Any, root: Path, way: str) -> None:
+def test_beneath_a_foreign_wrapper_ours_works_on_and_is_not_removed(toyfw: Any, root: Path, way: str) -> None:
     fix = make_fix(site("Engine.lookup"), site("tick"))
     applier.apply(fix)
     foreign(root, KEEPING[way])
     (result,) = applier.results()
     assert (result.outcome, "; beneath " in result.reason) == (Outcome.APPLIED, True)
     assert applier.apply(fix) == result
-    assert toy.Engine().lookup("a") == "found a +kvmend +foreign"
+    assert toyfw.Engine().lookup("a") == "found a +kvmend +foreign"
     stays = removed()
     assert stays.outcome is Outcome.CONFLICT
     assert stays.reason.startswith("toyfw.engine:Engine.lookup is now ")
     assert stays.reason.endswith("; the fix stays as it is, remove that first")
-    assert toy.Engine().lookup("a") == "found a +kvmend +foreign"
-    assert hasattr(toy.tick, "__kvmend__")
+    assert toyfw.Engine().lookup("a") == "found a +kvmend +foreign"
+    assert hasattr(toyfw.tick, "__kvmend__")
 
 
-def test_once_the_foreign_wrapper_is_gone_ours_can_be_removed(toy: Any, root: Path) -> None:
-    before = vars(toy.Engine)["lookup"]
+def test_once_the_foreign_wrapper_is_gone_ours_can_be_removed(toyfw: Any, root: Path) -> None:
+    before = vars(toyfw.Engine)["lookup"]
     applier.apply(make_fix())
-    ours = vars(toy.Engine)["lookup"]
+    ours = vars(toyfw.Engine)["lookup"]
     foreign(root, KEEPING["closure"])
     assert removed().outcome is Outcome.CONFLICT
-    toy.Engine.lookup = ours
+    toyfw.Engine.lookup = ours
     assert applier.results()[0].outcome is Outcome.APPLIED
     assert removed().outcome is Outcome.DISABLED
-    assert vars(toy.Engine)["lookup"] is before
+    assert vars(toyfw.Engine)["lookup"] is before
 
 
 @pytest.mark.parametrize("text", [INSTEAD, *(KEEPING[way] for way in sorted(HIDDEN))])
 def test_over_a_replacement_that_is_not_seen_to_call_the_original_nothing_is_touched(
-    toy: Any, root: Path, text: str
+    toyfw: Any, root: Path, text: str
 ) -> None:
     foreign(root, text)
-    theirs, tick = vars(toy.Engine)["lookup"], toy.tick
+    theirs, tick = vars(toyfw.Engine)["lookup"], toyfw.tick
     result = applier.apply(make_fix(site("tick"), site("Engine.lookup")))
     assert (result.outcome, result.sites) == (Outcome.CONFLICT, ())
     assert "toyfw.engine:Engine.lookup was replaced by foreign." in result.reason
     assert result.reason.endswith(", which does not call the original")
-    assert (vars(toy.Engine)["lookup"], toy.tick) == (theirs, tick)
+    assert (vars(toyfw.Engine)["lookup"], toyfw.tick) == (theirs, tick)
 
 
-def test_a_replacement_of_ours_is_reported_as_a_conflict(toy: Any, root: Path) -> None:
+def test_a_replacement_of_ours_is_reported_as_a_conflict(toyfw: Any, root: Path) -> None:
     fix = make_fix(site("Engine.lookup"), site("tick"))
     applier.apply(fix)
     foreign(root, INSTEAD)
@@ -183,25 +177,25 @@ def test_a_replacement_of_ours_is_reported_as_a_conflict(toy: Any, root: Path) -
     )
     assert applier.apply(fix) == result
     assert removed().outcome is Outcome.CONFLICT
-    assert toy.Engine().lookup("a") == "foreign alone"
+    assert toyfw.Engine().lookup("a") == "foreign alone"
 
 
-def test_a_deleted_site_is_reported_as_a_conflict(toy: Any) -> None:
+def test_a_deleted_site_is_reported_as_a_conflict(toyfw: Any) -> None:
     applier.apply(make_fix())
-    del toy.Engine.lookup
+    del toyfw.Engine.lookup
     assert applier.results()[0].outcome is Outcome.CONFLICT
     assert removed().outcome is Outcome.CONFLICT
 
 
-def test_a_conflict_ends_when_the_other_plugin_goes_away_before_the_next_application(toy: Any, root: Path) -> None:
-    before = vars(toy.Engine)["lookup"]
+def test_a_conflict_ends_when_the_other_plugin_goes_away_before_the_next_application(toyfw: Any, root: Path) -> None:
+    before = vars(toyfw.Engine)["lookup"]
     foreign(root, INSTEAD)
     assert applier.apply(make_fix()).outcome is Outcome.CONFLICT
-    toy.Engine.lookup = before
+    toyfw.Engine.lookup = before
     assert applier.apply(make_fix()).outcome is Outcome.APPLIED
 
 
-def test_static_and_class_methods_that_somebody_wrapped_are_wrapped_and_restored(toy: Any) -> None:
+def test_static_and_class_methods_that_somebody_wrapped_are_wrapped_and_restored(toyfw: Any) -> None:
     def over(raw: Any) -> Any:
         old = raw.__func__
 
@@ -212,12 +206,12 @@ def test_static_and_class_methods_that_somebody_wrapped_are_wrapped_and_restored
         return type(raw)(wrapper)
 
     for name in ("size", "build"):
-        setattr(toy.Engine, name, over(vars(toy.Engine)[name]))
-    theirs = [vars(toy.Engine)[name] for name in ("size", "build")]
+        setattr(toyfw.Engine, name, over(vars(toyfw.Engine)[name]))
+    theirs = [vars(toyfw.Engine)[name] for name in ("size", "build")]
     assert applier.apply(make_fix(site("Engine.size"), site("Engine.build"))).outcome is Outcome.APPLIED
-    assert (toy.Engine.size("abc"), type(toy.Engine.build())) == (3, toy.Engine)
+    assert (toyfw.Engine.size("abc"), type(toyfw.Engine.build())) == (3, toyfw.Engine)
     removed()
-    assert [vars(toy.Engine)[name] for name in ("size", "build")] == theirs
+    assert [vars(toyfw.Engine)[name] for name in ("size", "build")] == theirs
 
 
 def test_an_original_that_its_own_module_decorates_is_no_foreigner(root: Path) -> None:
@@ -232,7 +226,7 @@ def test_an_original_that_its_own_module_decorates_is_no_foreigner(root: Path) -
     assert worker.Worker().step() == "step +kvmend"
 
 
-def test_a_wrapt_wrapper_over_ours_is_seen_through(toy: Any) -> None:
+def test_a_wrapt_wrapper_over_ours_is_seen_through(toyfw: Any) -> None:
     applier.apply(make_fix())
     wrapt.wrap_function_wrapper(
         "toyfw.engine", "Engine.lookup", lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs)
@@ -271,25 +265,25 @@ def both_sites() -> Any:
 
 
 def test_an_optional_site_that_was_replaced_before_is_left_alone_and_the_others_are_wrapped(
-    toy: Any, root: Path
+    toyfw: Any, root: Path
 ) -> None:
     foreign(root, INSTEAD)
-    theirs = toy.Engine.lookup
+    theirs = toyfw.Engine.lookup
     result = applier.apply(both_sites())
     assert (result.outcome, result.sites) == (Outcome.APPLIED, ("toyfw.engine:Engine.admit",))
-    assert toy.Engine.lookup is theirs
+    assert toyfw.Engine.lookup is theirs
     assert applier.remove("toy-count").outcome is Outcome.DISABLED  # type: ignore[union-attr]
-    assert toy.Engine.lookup is theirs
+    assert toyfw.Engine.lookup is theirs
 
 
-def test_an_optional_site_that_nobody_replaced_is_wrapped_like_any_other(toy: Any, root: Path) -> None:
+def test_an_optional_site_that_nobody_replaced_is_wrapped_like_any_other(toyfw: Any, root: Path) -> None:
     foreign(root, KEEPING["closure"])
     result = applier.apply(both_sites())
     assert result.sites == ("toyfw.engine:Engine.lookup", "toyfw.engine:Engine.admit")
-    assert toy.Engine().lookup("a") == "found a +foreign +kvmend"
+    assert toyfw.Engine().lookup("a") == "found a +foreign +kvmend"
 
 
-def test_an_optional_site_that_is_replaced_afterwards_is_told_and_is_no_conflict(toy: Any, root: Path) -> None:
+def test_an_optional_site_that_is_replaced_afterwards_is_told_and_is_no_conflict(toyfw: Any, root: Path) -> None:
     assert applier.apply(both_sites()).outcome is Outcome.APPLIED
     foreign(root, INSTEAD)
     (result,) = applier.results()
