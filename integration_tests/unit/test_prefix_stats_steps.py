@@ -241,6 +241,25 @@ def test_a_step_of_a_manager_older_than_the_fix_counts(generation: str, first: s
 
 
 @EVERY
+def test_a_step_with_something_else_in_the_place_of_the_manager_runs_as_released(generation: str) -> None:
+    class Theirs:
+        """Of no class of vLLM's, and with no room for attributes."""
+
+        __slots__ = ()
+
+        def get_computed_blocks(self, request: Request) -> tuple[str, int]:
+            return "blocks", 0
+
+        def allocate_slots(self, request: Request, num_new_tokens: int) -> str:
+            return "blocks"
+
+    rig, request = make(generation), Request()
+    rig.scheduler.kv_cache_manager = Theirs()
+    assert rig.scheduler.schedule([request], admit=[request]) == [request]
+    assert rig.counted == {"held": 0, "settled": 0, "dropped": 0}
+
+
+@EVERY
 def test_where_no_step_ends_lookups_are_settled_when_the_statistics_are_taken(generation: str) -> None:
     """A loop that was not seen to be one of its own, because it is in no code that can be looked into."""
     rig = make(generation)

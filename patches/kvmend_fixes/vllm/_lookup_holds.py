@@ -206,7 +206,9 @@ def meet_manager(original: Callable[..., Any], context: Context) -> Callable[...
 
 def meet_late(manager: Any, helped: Helped, context: Context) -> bool:
     """Prepares a manager that was made before the fix came; whether the end of a step settles its lookups."""
-    return _meet(manager, helped, context, by_steps=True)
+    with contextlib.suppress(AttributeError):
+        return _meet(manager, helped, context, by_steps=True)
+    return False  # something in the place of a manager, which nothing can be put on
 
 
 def _meet(manager: Any, helped: Helped, context: Context, by_steps: bool) -> bool:
