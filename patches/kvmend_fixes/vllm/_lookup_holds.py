@@ -165,8 +165,8 @@ def settle_rest(original: Callable[..., Any], context: Context) -> Callable[...,
     def make_prefix_cache_stats(manager: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(manager, "_kvmend_by_steps"):
             meet_late(manager, helped, context)
-        pending = manager._kvmend_pending
-        if manager._kvmend_by_steps and isinstance(pending, Pending) and pending:
+        pending = getattr(manager, "_kvmend_pending", None)
+        if isinstance(pending, Pending) and pending and manager._kvmend_by_steps:
             settled = settle(pending, manager.prefix_cache_stats, loading, returned)
             counters.dropped -= settled
             counters.settled += settled
