@@ -6,6 +6,7 @@ import functools
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import wrapt
@@ -289,3 +290,24 @@ def test_an_optional_site_that_is_replaced_afterwards_is_told_and_is_no_conflict
     (result,) = applier.results()
     assert result.outcome is Outcome.APPLIED
     assert result.reason.endswith("foreign.lookup stands in its place at toyfw.engine:Engine.lookup")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_class_that_was_put_in_the_place_of_an_optional_sites_before_is_left_alone(toyfw: Any, own: bool) -> None:
+    """As hardware plugins do with vLLM's scheduler; a subclass may inherit the site's method."""
+    theirs = type("Theirs", (toyfw.Engine,), {"lookup": lambda self, request: "theirs"} if own else {})
+    with mock.patch.object(toyfw, "Engine", theirs):
+        result = applier.apply(make_fix(site("Engine.lookup", optional=True), site("tick")))
+        assert (result.outcome, result.sites) == (Outcome.APPLIED, ("toyfw.engine:tick",))
+
+
+def test_a_class_that_is_put_in_the_place_of_an_optional_sites_afterwards_is_told_and_is_no_conflict(
+    toyfw: Any,
+) -> None:
+    assert applier.apply(make_fix(site("Engine.lookup", optional=True))).outcome is Outcome.APPLIED
+    theirs = type("Theirs", (toyfw.Engine,), {"__module__": "theirs"})
+    with mock.patch.object(toyfw, "Engine", theirs):
+        (result,) = applier.results()
+        assert result.outcome is Outcome.APPLIED
+        assert result.reason.endswith("theirs.Theirs stands in place of the class at toyfw.engine:Engine.lookup")
+    assert removed().outcome is Outcome.DISABLED

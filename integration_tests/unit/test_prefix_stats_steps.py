@@ -7,12 +7,13 @@ import gc
 import random
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvmend_fixes.vllm._lookup_holds import ends_steps
-from support.manager_double import Request, RequestStatus, Rig, forget, make_rig
+from support.manager_double import Request, RequestStatus, Rig, Stats, forget, make_rig
 
 EVERY = pytest.mark.parametrize("generation", ["in place", "record", "record somehow"])
 NOTHING = (0, 0, 0)
@@ -358,6 +359,144 @@ def test_a_schedule_that_was_replaced_by_a_copy_does_not_end_steps() -> None:
     rig.scheduler.schedule([request])
     rig.scheduler.schedule([request], [request])
     assert counts(rig) == (1, 100, 0)
+
+
+# What is not as vLLM made it ----------------------------------------------------------------------------------------
+
+
+def admits_beside(upstream: Any) -> Any:
+    """Half of the admissions are in the code of another object, where nobody looks."""
+
+    class Policed(upstream):  # type: ignore[misc]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.policy = has_a_loop_of_its_own(upstream)
+
+        def schedule(self, waiting: Sequence[Request] = (), admit: Sequence[Request] = ()) -> Any:
+            self.policy.schedule(self, waiting[:1], admit)
+            for each in waiting[:1]:
+                each.num_computed_tokens, each.status = each.num_tokens, RequestStatus.RUNNING
+            return super().schedule(waiting[1:], admit)
+
+    return Policed
+
+
+@EVERY
+def test_what_a_hidden_loop_admitted_counts_though_a_step_of_vllms_comes_before_the_statistics(generation: str) -> None:
+    """Catches a step that throws away what it finds pending: it may have been admitted by somebody else."""
+    rig = make(generation, scheduler_class=admits_beside)
+    assert allocates_as_released(rig)
+    rig.manager.found = 60
+    first, second = Request(), Request(num_tokens=200)
+    rig.scheduler.schedule([first, second], admit=[first, second])
+    assert taken(rig)[:3] == (2, 300, 120)
+
+
+@EVERY
+def test_what_is_settled_later_has_the_values_of_its_lookup(generation: str) -> None:
+    """Catches the request's length at the time of the report, when it has its first output token."""
+    rig, request = make(generation), Request()
+    rig.manager.get_computed_blocks(request)
+    rig.manager.allocate_slots(request, 16)
+    request.num_computed_tokens, request.status = 100, RequestStatus.RUNNING
+    request.num_tokens += 1
+    assert taken(rig)[:3] == (1, 100, 0)
+
+
+class Forwarding:
+    """A manager of somebody's own that has vLLM's and forwards to it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Closed:
+    """The same, with what `schedule()` calls and nothing more."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def get_computed_blocks(self, request: Request) -> Any:
+        return self._inner.get_computed_blocks(request)
+
+    def allocate_slots(self, request: Request, *args: Any) -> Any:
+        return self._inner.allocate_slots(request, *args)
+
+    def make_prefix_cache_stats(self) -> Any:
+        return self._inner.make_prefix_cache_stats()
+
+
+@pytest.mark.parametrize("generation", ["in place", "record", "record somehow", "inline"])
+@pytest.mark.parametrize("kind", [Forwarding, Closed])
+def test_a_manager_that_only_forwards_to_vllms_works_and_counts(generation: str, kind: Any) -> None:
+    """Steps may follow each other before the statistics are taken, as with asynchronous scheduling."""
+    rig, request, late = make(generation), Request(), Request(num_tokens=200)
+    rig.scheduler.kv_cache_manager = kind(rig.manager)
+    rig.scheduler.schedule([request])
+    assert rig.scheduler.schedule([request], admit=[request]) == [request]
+    assert rig.scheduler.schedule([late]) == []
+    if generation != "inline":
+        assert taken(rig) == (1, 100, 0, 0, 0, 0)
+        rig.scheduler.schedule([late], admit=[late])
+        assert taken(rig) == (1, 200, 0, 0, 0, 0)
+
+
+def test_a_function_beneath_that_changes_what_was_found_is_not_taken_for_vllms() -> None:
+    """It finds the statistics on, and what counts is what vLLM counted. It does not say that it wraps anything."""
+    on = []
+
+    def halved(original: Any) -> Any:
+        def lookup(manager: Any, request: Request) -> Any:
+            on.append(manager.log_stats)
+            blocks, found = original(manager, request)
+            return blocks, found // 2
+
+        return lookup
+
+    rig, request = make("record", beneath={"get_computed_blocks": halved}), Request()
+    rig.manager.found = 60
+    rig.scheduler.schedule([request], admit=[request])
+    assert on == [True]
+    assert counts(rig) == (1, 100, 60)
+
+
+@EVERY
+def test_an_own_loop_may_allocate_for_a_request_of_its_own_kind(generation: str) -> None:
+    """One that can be in no dictionary, as vLLM's own allocation does not mind."""
+    rig = make(generation, scheduler_class=has_a_loop_of_its_own)
+    stranger = SimpleNamespace(request_id="warm-up", num_computed_tokens=0)
+    assert rig.manager.allocate_slots(stranger, 16) is not None
+
+
+@pytest.mark.parametrize("generation", ["record", "record somehow"])
+def test_whoever_watches_the_records_sees_each(generation: str) -> None:
+    rig, seen = make(generation), []
+
+    class Watched(Stats):
+        def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
+            seen.append((num_tokens, num_hits, preempted))
+            super().record(num_tokens, num_hits, preempted)
+
+    rig.manager.prefix_cache_stats = Watched()
+    waiting = [Request(num_tokens=tokens) for tokens in (10, 20)]
+    rig.scheduler.schedule(waiting, admit=waiting)
+    assert seen == [(10, 0, False), (20, 0, False)]
+    assert counts(rig) == (2, 30, 0)
+
+
+@EVERY
+def test_an_own_loop_that_is_older_than_the_fix_is_recognised_at_its_next_step(generation: str) -> None:
+    """Catches a request that is admitted and preempted again before the statistics are taken."""
+    rig, request = make(generation, scheduler_class=has_a_loop_of_its_own), Request()
+    forget(rig.manager)
+    rig.scheduler.schedule([request], [request])
+    request.preempt()
+    assert sum(taken(rig)[0::3]) == 1
 
 
 @EVERY
