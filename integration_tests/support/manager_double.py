@@ -206,7 +206,11 @@ def make_rig(
     )
     for method, wrap in (beneath or {}).items():
         setattr(KVCacheManager, method, wrap(vars(KVCacheManager)[method]))
-    with mock.patch.dict(sys.modules, {"vllm.v1.request": SimpleNamespace(RequestStatus=RequestStatus)}):
+    modules = {
+        "vllm.v1.request": SimpleNamespace(RequestStatus=RequestStatus),
+        "vllm.v1.metrics.stats": SimpleNamespace(PrefixCacheStats=Stats),
+    }
+    with mock.patch.dict(sys.modules, modules):
         for site in FIX.sites_for("1", features):
             holder, _, name = site.qualname.partition(".")
             setattr(holders[holder], name, site.wrap(vars(holders[holder])[name], context))

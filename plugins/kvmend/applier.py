@@ -204,6 +204,8 @@ def _takes_part(site: Site, plan: Plan) -> bool:
     raw = raw_at(site)
     if raw is None:
         if module_of(site) is not None and not still_running(site):
+            if site.optional:  # another class is in the place of the one that has it
+                return False
             raise KvmendError(f"{site.key} is in the installed source but not in the imported module")
         raise _NotYet(site.key)
     judged = next((entry.path for entry in plan.result.evidence if entry.body == site.key), None)
@@ -253,7 +255,11 @@ def _read_back(entry: Entry) -> Result:
     entry.result = dataclasses.replace(entry.result, shadowed_by=entry.shadowed_by)
     beneath = beside = ""
     for patch in entry.patches:
-        if parent_of(patch.site) is not patch.holder:
+        holder = parent_of(patch.site)
+        if holder is not patch.holder and patch.site.optional:
+            beside = f"; {describe(holder)} stands in place of the class at {patch.site.key}"
+            continue
+        if holder is not patch.holder:
             reason = f"{patch.site.module} was loaded again after kvmend; the fix is on what was there before"
             return dataclasses.replace(entry.result, outcome=Outcome.CONFLICT, reason=reason)
         current = vars(patch.holder).get(patch.name)

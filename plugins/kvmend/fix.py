@@ -107,8 +107,8 @@ class Site(Body):
         wrap: Factory of the wrapper. Called once per application, under the applier's lock.
         features: The site is wrapped only if the finding has all of these features.
         modes: The site is wrapped only in these modes; empty means in every mode.
-        optional: The fix does without where somebody has put something else there that does not call the original;
-            elsewhere that is a conflict.
+        optional: The fix does without where somebody has put something else there that does not call the original,
+            or another class in the place of the one that has it; elsewhere that is a conflict.
     """
 
     wrap: Wrap

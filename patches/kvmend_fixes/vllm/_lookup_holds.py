@@ -13,7 +13,7 @@ from typing import Any
 from kvmend.api import Context, reached
 from kvmend_fixes.vllm._inline_lookups import is_looked_up_inline, link, may_be_looked_up_inline
 from kvmend_fixes.vllm._own_loops import Helped, scheduler_above
-from kvmend_fixes.vllm._settling import Counted, Pending, adopt, settle
+from kvmend_fixes.vllm._settling import Counted, Pending, adopt, plain_record, settle
 
 #: The lookup increments the statistics' attributes itself (0.8.5 - 0.11.0), instead of calling `record`.
 IN_PLACE = "in-place-counters"
@@ -22,6 +22,8 @@ RETURNED = "records-what-it-returns"
 #: `schedule()` looks up and records past the lookup seam for hybrid models with a connector (0.24 - 0.26).
 INLINE = "inline-lookup"
 
+#: Class and name of the lookup.
+_LOOKUP = ["KVCacheManager", "get_computed_blocks"]
 #: What the end of a step is known by, among everything that a scheduler's `schedule()` calls.
 _ENDS_STEP = "kvmend_ends_step"
 
@@ -39,7 +41,7 @@ def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[...,
         with contextlib.suppress(AttributeError, TypeError):
             if not request.num_computed_tokens and request.status in (waiting, preempted):
                 if not hasattr(manager, "_kvmend_pending"):
-                    meet_late(manager, helped, context)
+                    meet_late(manager, helped, context, scheduler_above(sys._getframe(1)))
                 manager._kvmend_pending[request] = lookup
 
     if RETURNED in context.features and _is_upstreams(original):
@@ -111,18 +113,22 @@ def _skips_cache(request: Any) -> bool:
 
 
 def _is_upstreams(original: Callable[..., Any]) -> bool:
-    """Whether this is vLLM's own lookup, as far as can be seen: no wrapper, and a request is all it takes."""
+    """Whether this is vLLM's own lookup, as far as can be seen: no wrapper, and a request is all it takes.
+
+    One that hides that it wraps has not the name of the method of the class.
+    """
     parameters = inspect.signature(original, follow_wrapped=False).parameters.values()
     return (
         not hasattr(original, "__wrapped__")
+        and getattr(original, "__qualname__", "").split(".")[-2:] == _LOOKUP
         and [each.kind for each in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
     )
 
 
 def settle_step(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `Scheduler.schedule()`: lookups of requests that it admitted count, the others are dropped."""
-    counters, helped = context.counters, Helped(context)
-    loading, returned = _loading(), RETURNED in context.shared
+    counters, helped, loading = context.counters, Helped(context), _loading()
+    plain = _plain_record() if RETURNED in context.shared else None
 
     @functools.wraps(original)
     def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,12 +136,12 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
         try:
             by_steps = manager._kvmend_by_steps
         except AttributeError:
-            by_steps = meet_late(manager, helped, context)
+            by_steps = meet_late(manager, helped, context, type(scheduler))
         if not by_steps:
             return original(scheduler, *args, **kwargs)
         outside = manager._kvmend_pending
-        if outside:  # probes: whoever is admitted in this step is looked up in it
-            outside.clear()
+        if outside:  # probes, or lookups of a loop that was not seen: whoever is admitted here is looked up here
+            _settle_outside(manager, outside, counters, loading)
         pending: dict[Any, Any] = {}
         manager._kvmend_pending = pending
         try:
@@ -144,7 +150,7 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
         finally:
             manager._kvmend_pending = outside
         if pending:
-            settled = settle(pending, manager.prefix_cache_stats, loading, returned)
+            settled = settle(pending, manager.prefix_cache_stats, loading, plain)
             counters.settled += settled
             counters.dropped += len(pending) - settled
         return output
@@ -158,25 +164,34 @@ def settle_rest(original: Callable[..., Any], context: Context) -> Callable[...,
 
     With a loop that was not recognised as one of somebody's own, no step has an end; its lookups are settled here.
     """
-    counters, helped = context.counters, Helped(context)
-    loading, returned = _loading(), RETURNED in context.shared
+    counters, helped, loading = context.counters, Helped(context), _loading()
 
     @functools.wraps(original)
     def make_prefix_cache_stats(manager: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(manager, "_kvmend_by_steps"):
-            meet_late(manager, helped, context)
+            meet_late(manager, helped, context, scheduler_above(sys._getframe(1)))
         pending = getattr(manager, "_kvmend_pending", None)
-        if isinstance(pending, Pending) and pending and manager._kvmend_by_steps:
-            settled = settle(pending, manager.prefix_cache_stats, loading, returned)
-            counters.dropped -= settled
-            counters.settled += settled
-            pending.clear()
+        if pending and manager._kvmend_by_steps:
+            _settle_outside(manager, pending, counters, loading)
         inline = getattr(manager, "_kvmend_inline", None)
         if inline is not None:
             inline.drop()
         return original(manager, *args, **kwargs)
 
     return make_prefix_cache_stats
+
+
+def _settle_outside(manager: Any, pending: Any, counters: Any, loading: Any) -> None:
+    """Settles what was looked up in no step, but not in the middle of one."""
+    if isinstance(pending, Pending):
+        settled = settle(pending, manager.prefix_cache_stats, loading)
+        counters.dropped -= settled
+        counters.settled += settled
+        pending.clear()
+
+
+def _plain_record() -> Any:
+    return plain_record(importlib.import_module("vllm.v1.metrics.stats").PrefixCacheStats)
 
 
 def _loading() -> Any:
@@ -204,11 +219,16 @@ def meet_manager(original: Callable[..., Any], context: Context) -> Callable[...
     return __init__
 
 
-def meet_late(manager: Any, helped: Helped, context: Context) -> bool:
-    """Prepares a manager that was made before the fix came; whether the end of a step settles its lookups."""
-    with contextlib.suppress(AttributeError):
-        return _meet(manager, helped, context, by_steps=True)
-    return False  # something in the place of a manager, which nothing can be put on
+def meet_late(manager: Any, helped: Helped, context: Context, scheduler: type | None) -> bool:
+    """Prepares a manager that was made before the fix came; whether the end of a step settles its lookups.
+
+    It may be no manager of vLLM's but somebody's object in the place of one, which takes nothing: then that of vLLM's
+    which it may forward to is the one that counts.
+    """
+    try:
+        return _meet(manager, helped, context, ends_steps(scheduler))
+    except Exception:  # it must not keep an engine from running
+        return False
 
 
 def _meet(manager: Any, helped: Helped, context: Context, by_steps: bool) -> bool:

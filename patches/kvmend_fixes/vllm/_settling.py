@@ -32,7 +32,8 @@ class Counted:
 class Pending(weakref.WeakKeyDictionary[Any, Any]):
     """Lookups that no step's end settles, by request: each request's newest, as long as there is the request.
 
-    They are counted as dropped from the beginning, and no more once they are settled.
+    They are counted as dropped from the beginning, and no more once they are settled. By then a request may be longer
+    than it was, so that all is kept that the lookup would have recorded.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -40,6 +41,9 @@ class Pending(weakref.WeakKeyDictionary[Any, Any]):
         self._counters = counters
 
     def __setitem__(self, request: Any, lookup: Any) -> None:
+        if not isinstance(lookup, Counted):
+            found, lookup = lookup, Counted()
+            lookup.record(request.num_tokens, found, request.num_preemptions > 0)
         super().__setitem__(request, lookup)
         self._counters.dropped += 1
 
@@ -82,8 +86,13 @@ def _settling_allocate_slots(manager: Any, counters: Counters) -> MethodType:
 
     @functools.wraps(type(manager).allocate_slots)
     def allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before the call: somebody else's wrapper may look up beneath.
-        lookup = None if request.num_computed_tokens else take(manager, request)
+        lookup = None
+        # Before the call: somebody else's wrapper may look up beneath. Their request may be of a kind of their own.
+        try:
+            if not request.num_computed_tokens:
+                lookup = take(manager, request)
+        except (AttributeError, TypeError):
+            pass
         blocks = type(manager).allocate_slots(manager, request, *args, **kwargs)
         stats = manager.prefix_cache_stats
         if lookup is not None and blocks is not None and stats is not None:
@@ -114,7 +123,14 @@ def count(stats: Any, request: Any, lookup: Any) -> None:
         stats.hits += lookup.hits
 
 
-def settle(pending: Any, stats: Any, loading: Any, returned: bool) -> int:
+def plain_record(statistics: Any) -> Any:
+    """The method of a statistics class that records, if it is the class's own and nobody's wrapper; else None."""
+    record = getattr(statistics, "record", None)
+    own = getattr(record, "__module__", None) == statistics.__module__ and not hasattr(record, "__wrapped__")
+    return record if own else None
+
+
+def settle(pending: Any, stats: Any, loading: Any, plain: Any = None) -> int:
     """Counts the pending lookups of requests that have been admitted since.
 
     A pending lookup is of a request that waited and had no tokens computed. If it has some now, it was admitted; so it
@@ -124,14 +140,15 @@ def settle(pending: Any, stats: Any, loading: Any, returned: bool) -> int:
         pending: The lookups by request.
         stats: The manager's statistics; without them nothing is counted.
         loading: The status of a request whose KV is loaded asynchronously.
-        returned: Whether of every lookup only the tokens found are known, and the rest follows from the request.
+        plain: Where of every lookup only the tokens found are known, and the rest follows from the request: the
+            statistics' own `record`. Where it is another one, each lookup is recorded by it.
 
     Returns:
         How many there were.
     """
     if stats is None:
         return 0
-    if returned:
+    if plain is not None and type(stats).record is plain:
         return _settle_returned(pending, stats, loading)
     settled = 0
     for request, lookup in pending.items():
