@@ -231,12 +231,14 @@ class Scheduler:
 
     def __init__(self, manager_class):
         self.kv_cache_manager = manager_class()
+        self.running = []
         self.during = lambda request: None
 
     def update_from_output(self, output):
         return self.kv_cache_manager.make_prefix_cache_stats()
 
     def schedule(self, waiting=(), admit=(), load=()):
+        self.running = [request for request in self.running if request.status is RUNNING]
         for request in waiting:
             if request.num_computed_tokens == 0:
                 self.kv_cache_manager.get_computed_blocks(request)
@@ -244,6 +246,8 @@ class Scheduler:
             if request not in (*admit, *load) or self.kv_cache_manager.allocate_slots(request, 16) is None:
                 continue
             request.status = LOADING if request in load else RUNNING
+            if request.status is RUNNING:
+                self.running.append(request)
             self.during(request)
         for request in waiting:
             if request.status is RUNNING:

@@ -60,8 +60,8 @@ def test_in_a_step_with_all_sorts_only_the_admissions_count(generation: str) -> 
     rig = make(generation)
     rig.manager.found = 4
     waiting = [Request(num_tokens=tokens) for tokens in (10, 20, 40, 80, 160)]
-    rig.scheduler.schedule(waiting, admit=waiting[1:4:2], load=waiting[4:])
-    assert counts(rig) == (3, 260, 12)
+    rig.scheduler.schedule(waiting, admit=waiting[1:4:2], load=waiting[::4])
+    assert counts(rig) == (4, 270, 16)
 
 
 @EVERY
@@ -83,6 +83,23 @@ def test_an_asynchronous_load_counts_when_it_begins_and_not_when_the_rest_is_com
     rig.scheduler.schedule([request], load=[request])
     assert counts(rig) == (1, 100, 0)
     request.status, request.num_computed_tokens = RequestStatus.WAITING, 64
+    rig.scheduler.schedule([Request(), request], admit=[request])
+    assert counts(rig) == (1, 100, 0)
+
+
+@EVERY
+def test_an_asynchronous_load_with_a_probe_before_it_counts_when_the_request_runs(generation: str) -> None:
+    """By a connector, say, that looks for another request before it answers."""
+    rig, request, stranger = make(generation), Request(), Request(num_tokens=1000)
+
+    def probe(_: Request) -> None:
+        if request.status is RequestStatus.WAITING:
+            rig.manager.get_computed_blocks(stranger)
+
+    rig.scheduler.during = probe
+    rig.scheduler.schedule([request, stranger], load=[request])
+    request.status, request.num_computed_tokens = RequestStatus.WAITING, 64
+    rig.scheduler.during = lambda _: None
     rig.scheduler.schedule([request], admit=[request])
     assert counts(rig) == (1, 100, 0)
 

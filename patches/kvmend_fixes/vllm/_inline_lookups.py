@@ -26,8 +26,6 @@ _managers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDic
 class Inline:
     """The last inline lookup of a manager, until an admission settles it or something else drops it.
 
-    It is counted as dropped once it is known, and no more once it is settled.
-
     Attributes:
         hashes: The request's block hashes, the object itself.
         lookup: What it counted, once that is known.
@@ -83,7 +81,7 @@ class Inline:
             _, num_tokens, num_hits = counted[3:] if preempted else counted[:3]
             self.lookup = Counted()
             self.lookup.record(num_tokens, num_hits, preempted)
-            self._counters.dropped += 1
+            self._counters.held += 1
         self.open_stats, self.open_before = None, ()
 
 

@@ -10,10 +10,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvmend.api import Context, reached
+from kvmend.api import Context, Counters, reached
 from kvmend_fixes.vllm._inline_lookups import is_looked_up_inline, link, may_be_looked_up_inline
 from kvmend_fixes.vllm._own_loops import Helped, scheduler_above
-from kvmend_fixes.vllm._settling import Counted, Pending, adopt, plain_record, settle
+from kvmend_fixes.vllm._settling import (
+    Counted,
+    Pending,
+    adopt,
+    plain_record,
+    settle_admitted,
+    settle_load,
+    settle_outside,
+)
 
 #: The lookup increments the statistics' attributes itself (0.8.5 - 0.11.0), instead of calling `record`.
 IN_PLACE = "in-place-counters"
@@ -30,8 +38,7 @@ _ENDS_STEP = "kvmend_ends_step"
 
 def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `KVCacheManager.get_computed_blocks(request)`: nothing it counts reaches the statistics yet."""
-    # Not bumped at the lookup, whose wrapper is hot: what is pending is counted when it is settled or dropped.
-    context.counters.derive("held", lambda now: now["dropped"] + now["settled"])
+    context.counters.derive("dropped", lambda now: now["held"] - now["settled"])
     status = importlib.import_module("vllm.v1.request").RequestStatus
     waiting, preempted, helped = status.WAITING, status.PREEMPTED, Helped(context)
 
@@ -39,25 +46,50 @@ def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[...,
         """A lookup is pending from now on, if it is one that an admission can come of."""
         # Somebody may probe with a request of a kind of their own.
         with contextlib.suppress(AttributeError, TypeError):
-            if not request.num_computed_tokens and request.status in (waiting, preempted):
-                if not hasattr(manager, "_kvmend_pending"):
-                    meet_late(manager, helped, context, scheduler_above(sys._getframe(1)))
+            if request.num_computed_tokens or request.status not in (waiting, preempted):
+                return
+            if not hasattr(manager, "_kvmend_pending"):
+                meet_late(manager, helped, context, scheduler_above(sys._getframe(1)))
+            if manager._kvmend_pending is None:
+                keep_in_step(manager, request, lookup)
+            else:
                 manager._kvmend_pending[request] = lookup
 
+    keep_in_step = _keeping_in_step(context.counters)
     if RETURNED in context.features and _is_upstreams(original):
         context.shared[RETURNED] = True
-        return functools.wraps(original)(_not_recording(original, keep, waiting, preempted))
+        return functools.wraps(original)(_not_recording(original, keep, context.counters, waiting, preempted))
     return functools.wraps(original)(_standing_in(original, keep, in_place=IN_PLACE in context.features))
 
 
+def _keeping_in_step(counters: Counters) -> Callable[[Any, Any, Any], None]:
+    loading = _loading()
+
+    def keep_in_step(manager: Any, request: Any, lookup: Any) -> None:
+        """The request carries its lookup. By the next one it is known whether its KV is being loaded."""
+        before = manager._kvmend_last
+        if before is not None and before.status is loading:
+            settle_load(manager, before, counters)
+        request._kvmend_lookup = lookup
+        manager._kvmend_last = request
+        counters.held += 1
+
+    return keep_in_step
+
+
 def _not_recording(
-    look: Callable[[Any, Any], Any], keep: Callable[[Any, Any, Any], None], waiting: Any, preempted: Any
+    look: Callable[[Any, Any], Any],
+    keep: Callable[[Any, Any, Any], None],
+    counters: Counters,
+    waiting: Any,
+    preempted: Any,
 ) -> Callable[[Any, Any], Any]:
     """A lookup that does not record: what it would have is known from the request and from what it returns.
 
-    Runs for every waiting request at every step, each of which takes 47,000 instructions. What the original leaves
-    out is more than what is added here.
+    Runs for every waiting request at every step, each of which takes 47,000 instructions. What the original leaves out
+    is more than what is added here. The request is in the processor's cache now, and is no more when the step ends.
     """
+    loading = _loading()
 
     def get_computed_blocks(manager: Any, request: Any) -> Any:
         if not manager.log_stats:
@@ -75,7 +107,16 @@ def _not_recording(
                 and not request.skip_reading_prefix_cache
                 and manager.enable_caching
             ):
-                manager._kvmend_pending[request] = found[1]
+                if manager._kvmend_pending is not None:
+                    keep(manager, request, found[1])
+                    return found
+                # As `keep_in_step` does.
+                before = manager._kvmend_last
+                if before is not None and before.status is loading:
+                    settle_load(manager, before, counters)
+                request._kvmend_lookup = found[1]
+                manager._kvmend_last = request
+                counters.held += 1
         except (AttributeError, IndexError, TypeError):
             # A manager that was made before the fix came, or a request of a kind of somebody's own.
             with contextlib.suppress(AttributeError, IndexError, TypeError):
@@ -140,19 +181,24 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
         if not by_steps:
             return original(scheduler, *args, **kwargs)
         outside = manager._kvmend_pending
-        if outside:  # probes, or lookups of a loop that was not seen: whoever is admitted here is looked up here
-            _settle_outside(manager, outside, counters, loading)
-        pending: dict[Any, Any] = {}
-        manager._kvmend_pending = pending
+        if outside.used:  # probes, or lookups of a loop that was not seen: whoever is admitted here is looked up here
+            settle_outside(manager, outside, counters, loading)
+        manager._kvmend_pending = None
+        running = scheduler.running
+        last = running[-1] if running else None
         try:
             # Without arguments, as it is nearly always called, by the cheaper way of calling.
             output = original(scheduler, *args, **kwargs) if args or kwargs else original(scheduler)
         finally:
             manager._kvmend_pending = outside
-        if pending:
-            settled = settle(pending, manager.prefix_cache_stats, loading, plain)
-            counters.settled += settled
-            counters.dropped += len(pending) - settled
+            looked_up, manager._kvmend_last = manager._kvmend_last, None
+        if looked_up is not None and looked_up.status is loading:
+            settle_load(manager, looked_up, counters)
+        running = scheduler.running
+        # The last one may have been preempted before, and be looked up and the last again.
+        again = looked_up is not None and getattr(last, "_kvmend_lookup", None) is not None
+        if running and (again or running[-1] is not last):
+            settle_admitted(running, last, manager.prefix_cache_stats, counters, plain)
         return output
 
     setattr(schedule, _ENDS_STEP, True)
@@ -171,23 +217,15 @@ def settle_rest(original: Callable[..., Any], context: Context) -> Callable[...,
         if not hasattr(manager, "_kvmend_by_steps"):
             meet_late(manager, helped, context, scheduler_above(sys._getframe(1)))
         pending = getattr(manager, "_kvmend_pending", None)
-        if pending and manager._kvmend_by_steps:
-            _settle_outside(manager, pending, counters, loading)
+        # In the middle of a step it is none of these.
+        if isinstance(pending, Pending) and pending.used and manager._kvmend_by_steps:
+            settle_outside(manager, pending, counters, loading)
         inline = getattr(manager, "_kvmend_inline", None)
         if inline is not None:
             inline.drop()
         return original(manager, *args, **kwargs)
 
     return make_prefix_cache_stats
-
-
-def _settle_outside(manager: Any, pending: Any, counters: Any, loading: Any) -> None:
-    """Settles what was looked up in no step, but not in the middle of one."""
-    if isinstance(pending, Pending):
-        settled = settle(pending, manager.prefix_cache_stats, loading)
-        counters.dropped -= settled
-        counters.settled += settled
-        pending.clear()
 
 
 def _plain_record() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 from kvmend.api import Counters
@@ -32,34 +32,41 @@ class Counted:
 class Pending(weakref.WeakKeyDictionary[Any, Any]):
     """Lookups that no step's end settles, by request: each request's newest, as long as there is the request.
 
-    They are counted as dropped from the beginning, and no more once they are settled. By then a request may be longer
-    than it was, so that all is kept that the lookup would have recorded.
+    By the time they are settled a request may be longer than it was, so that all is kept that the lookup would have
+    recorded.
     """
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Any) -> None:
         super().__init__()
         self._counters = counters
+        #: Whether anything may be in it: asked at every step, and cheaper than the length.
+        self.used = False
 
     def __setitem__(self, request: Any, lookup: Any) -> None:
         if not isinstance(lookup, Counted):
             found, lookup = lookup, Counted()
             lookup.record(request.num_tokens, found, request.num_preemptions > 0)
         super().__setitem__(request, lookup)
-        self._counters.dropped += 1
+        self._counters.held += 1
+        self.used = True
 
     # A manager that is copied or sent elsewhere has no lookup pending there.
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ()
+        return _elsewhere, ()
 
-    def __deepcopy__(self, _: Any) -> Any:
-        return {}
+    def __deepcopy__(self, _: Any) -> Pending:
+        return Pending(self._counters)
+
+
+def _elsewhere() -> Pending:
+    return Pending(SimpleNamespace(held=0))
 
 
 def adopt(manager: Any, helped: Helped, counters: Counters, *, by_steps: bool) -> None:
     """Prepares a manager.
 
-    Its `_kvmend_pending` has the lookups of requests that wait for admission. While a step runs whose end settles them
-    that is a plain dictionary; it is gone with the step.
+    Its `_kvmend_pending` has the lookups of requests that wait for admission; it is None while a step runs whose end
+    settles them, when each request carries its own as `_kvmend_lookup`, and `_kvmend_last` is whose was the last one.
 
     Args:
         manager: The manager.
@@ -69,7 +76,7 @@ def adopt(manager: Any, helped: Helped, counters: Counters, *, by_steps: bool) -
             `allocate_slots` that settles the request's lookup, in whatever loop it is called.
     """
     manager._kvmend_by_steps = by_steps
-    manager._kvmend_pending = Pending(counters)
+    manager._kvmend_pending, manager._kvmend_last = Pending(counters), None
     helped.give(manager, {} if by_steps else {"allocate_slots": _settling_allocate_slots(manager, counters)})
 
 
@@ -96,7 +103,6 @@ def _settling_allocate_slots(manager: Any, counters: Counters) -> MethodType:
         blocks = type(manager).allocate_slots(manager, request, *args, **kwargs)
         stats = manager.prefix_cache_stats
         if lookup is not None and blocks is not None and stats is not None:
-            counters.dropped -= 1
             count(stats, request, lookup)
             counters.settled += 1
         return blocks
@@ -130,48 +136,68 @@ def plain_record(statistics: Any) -> Any:
     return record if own else None
 
 
-def settle(pending: Any, stats: Any, loading: Any, plain: Any = None) -> int:
-    """Counts the pending lookups of requests that have been admitted since.
+def settle_outside(manager: Any, pending: Pending, counters: Counters, loading: Any) -> None:
+    """Counts what was looked up in no step, for requests that have been admitted since.
 
     A pending lookup is of a request that waited and had no tokens computed. If it has some now, it was admitted; so it
     was if its KV is being loaded, which up to 0.18 does not show in its tokens.
 
     Args:
-        pending: The lookups by request.
-        stats: The manager's statistics; without them nothing is counted.
+        manager: The manager.
+        pending: The lookups by request; none are left.
+        counters: Those of the fix.
         loading: The status of a request whose KV is loaded asynchronously.
-        plain: Where of every lookup only the tokens found are known, and the rest follows from the request: the
-            statistics' own `record`. Where it is another one, each lookup is recorded by it.
-
-    Returns:
-        How many there were.
     """
-    if stats is None:
-        return 0
-    if plain is not None and type(stats).record is plain:
-        return _settle_returned(pending, stats, loading)
-    settled = 0
-    for request, lookup in pending.items():
+    stats = manager.prefix_cache_stats
+    for request, lookup in list(pending.items()) if stats is not None else ():
         if request.num_computed_tokens or request.status is loading:
             count(stats, request, lookup)
-            settled += 1
-    return settled
+            counters.settled += 1
+    pending.clear()
+    pending.used = False
 
 
-def _settle_returned(pending: dict[Any, int], stats: Any, loading: Any) -> int:
-    """The same, added up: a call of `record` each would take 1,000 instructions, half a per cent of an admission."""
-    requests = queries = hits = preempted = 0
-    for request, found in pending.items():
-        if request.num_computed_tokens or request.status is loading:
-            if request.num_preemptions:
-                stats.record(request.num_tokens, found, True)
-                preempted += 1
-            else:
-                requests += 1
-                queries += request.num_tokens
-                hits += found
+def settle_load(manager: Any, request: Any, counters: Counters) -> None:
+    """Counts the lookup of a request whose KV is being loaded: an admission, after which it does not run yet."""
+    lookup, request._kvmend_lookup = request._kvmend_lookup, None
+    if lookup is not None and manager.prefix_cache_stats is not None:
+        count(manager.prefix_cache_stats, request, lookup)
+        counters.settled += 1
+
+
+def settle_admitted(running: Any, last: Any, stats: Any, counters: Counters, plain: Any) -> None:
+    """Counts the lookups of the requests that a step has admitted.
+
+    Args:
+        running: The scheduler's running requests; those admitted last are at the end.
+        last: The last of them before the step, or None.
+        stats: The manager's statistics; without them nothing is counted.
+        counters: Those of the fix.
+        plain: Where of every lookup only the tokens found are known, and the rest follows from the request: the
+            statistics' own `record`. Where it is another one, each lookup is recorded by it.
+    """
+    add_up = plain is not None and getattr(type(stats), "record", None) is plain
+    requests = queries = hits = 0
+    others = []
+    for request in reversed(running):
+        lookup = getattr(request, "_kvmend_lookup", None)
+        if lookup is None:  # it was not looked up, or is counted already
+            if request is last:
+                break
+            continue
+        request._kvmend_lookup = None
+        if add_up and not request.num_preemptions:
+            # A call of `record` each would take 1,000 instructions, half a per cent of an admission.
+            requests += 1
+            queries += request.num_tokens
+            hits += lookup
+        elif stats is not None:
+            others.append((request, lookup))
+    for request, lookup in reversed(others):
+        count(stats, request, lookup)
+        counters.settled += 1
     if requests:
         stats.requests += requests
         stats.queries += queries
         stats.hits += hits
-    return requests + preempted
+        counters.settled += requests

@@ -28,11 +28,11 @@ stays in the waiting queue, is looked up again at the next step, and is counted 
 thousand steps counts a thousand times."""
 
 HOW = """\
-A lookup counts nothing yet; what it would have counted is pending for its request until `schedule()` ends. Whoever has
-computed tokens then, or is being loaded, was admitted in this step: that request's newest lookup is counted, once, with
-vLLM's own values. All other pending lookups are dropped. Where the record follows from the request and from the hits
-returned (0.11.1 and later) the lookup is made not to record; elsewhere a stand-in takes the place of the statistics
-object while it runs, and keeps what was counted.
+A lookup counts nothing yet; the request carries what it would have counted. When `schedule()` ends, the requests that
+it has put among the running ones were admitted in this step: each one's newest lookup is counted, once, with vLLM's own
+values. So is that of a request whose KV is being loaded. No other lookup is. Where the record follows from the request
+and from the hits returned (0.11.1 and later) the lookup is made not to record; elsewhere a stand-in takes the place of
+the statistics object while it runs, and keeps what was counted.
 
 A scheduler with a loop of its own is recognised when it makes its manager: this one manager gets an `allocate_slots`
 that counts the request's lookup when it is given its slots. So does the manager of a model with Mamba layers on
