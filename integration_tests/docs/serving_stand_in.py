@@ -7,6 +7,7 @@ the one that was started and an EngineCore. Both load plugins, say when they are
 
 from __future__ import annotations
 
+import abc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -37,13 +38,24 @@ REAL = frozenset(
 ENGINE = "EngineCore"
 
 
+class _Kind(abc.ABCMeta):
+    """A class that has whatever member is asked of it, as an enumeration has."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if not name.isupper():
+            raise AttributeError(name)
+        member = object()
+        setattr(cls, name, member)
+        return member
+
+
 class _MadeUp(types.ModuleType):
     """A module that has whatever is asked of it: a class for a name that looks like one."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
+        made = _Kind(name, (), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
         setattr(self, name, made)
         return made
 
