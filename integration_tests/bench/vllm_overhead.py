@@ -3,7 +3,7 @@
 Run as `python -m bench.vllm_overhead [--out FOLDER] [--native PYTHON] [--rounds FILE]` in `integration_tests`, with an
 interpreter that has an affected vLLM; `PYTHON` is one that has vLLM 0.27 or later, and `FILE` gets every round, for
 pyperf to look at. Only ratios mean anything: the requests are tiny and there is no model, so that a step here is all
-scheduler. Each case is measured in several fresh processes, in each with and without in turns; see `vllm_steps` for the
+scheduler. Each case is measured in several sets of fresh processes, with and without in turns; see `vllm_steps` for the
 cases.
 """
 
@@ -35,7 +35,7 @@ LABELS = {
 #: machine changes its pace within tens of milliseconds, so many small pairs say more than a few large ones.
 _BLOCK = {"deferred": 300, "admitted": 60, "decode": 300}
 #: Seconds for a case in a set. An admission takes four times as long outside the clock as inside.
-_SECONDS = {"deferred": 12.0, "admitted": 45.0, "decode": 20.0}
+_SECONDS = {"deferred": 12.0, "admitted": 26.0, "decode": 14.0}
 _LEAST_ROUNDS = 10
 
 
@@ -77,28 +77,30 @@ def _start(python: str, address: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([python, "-m", "bench.vllm_steps", address], env=environment)
 
 
-def measured(fleet: Fleet, order: Order, seconds: float) -> dict[str, list[float]]:
-    """Seconds per step by treatment, round by round, in one fresh process for each host.
+def measured(fleet: Fleet, case: str, requests: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds per step by treatment, round by round, each treatment in a fresh process.
 
     Args:
-        fleet: Where to fork it.
-        order: What to measure.
+        fleet: Where to fork them.
+        case: As in `Order`.
+        requests: As in `Order`.
         seconds: How long to go on; ten rounds at least, each a block of every treatment.
     """
-    children = {host: fleet.child(host, order) for host in fleet.hosts}
     turns = [("affected", treatment) for treatment in TREATMENTS]
-    turns += [("native", "without")] if "native" in children else []
+    turns += [("native", "without")] if "native" in fleet.hosts else []
+    chance = random.Random()
+    children = {turn: fleet.child(turn[0], Order(case, requests, turn[1])) for turn in chance.sample(turns, len(turns))}
     figures: dict[str, list[float]] = {_name(*turn): [] for turn in turns}
-    steps = max(1, _BLOCK[order.case] // order.requests)
+    steps = max(1, _BLOCK[case] // requests)
     end = time.monotonic() + seconds
-    number, chance = -3, random.Random(order.requests)
+    number = -3
     while (number := number + 1) < _LEAST_ROUNDS or time.monotonic() < end:
         # By chance: what a block leaves in the processor's caches, the next one has.
-        for host, treatment in chance.sample(turns, len(turns)):
-            children[host].send((treatment, steps))
-            figure = children[host].recv()
+        for turn in chance.sample(turns, len(turns)):
+            children[turn].send(steps)
+            figure = children[turn].recv()
             if number >= 0:
-                figures[_name(host, treatment)].append(figure)
+                figures[_name(*turn)].append(figure)
     for child in children.values():
         child.send(None)
         child.close()
@@ -129,7 +131,7 @@ def main() -> int:
             print(f"  set {number + 1} of {sets}", file=sys.stderr, flush=True)
             for case, requests in cases:
                 print(f"    {case}, {requests} requests", file=sys.stderr, flush=True)
-                figures = measured(fleet, Order(case, requests), share * _SECONDS[case])
+                figures = measured(fleet, case, requests, share * _SECONDS[case])
                 for name, found in figures.items():
                     rounds.setdefault(f"{case}, {requests} requests: {name}", []).append(found)
                 without = [each * 1e6 for each in figures.pop("without")]

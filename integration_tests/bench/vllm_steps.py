@@ -1,9 +1,9 @@
 """The worker side of `vllm_overhead`: real scheduling steps of the installed vLLM, timed in a forked child.
 
 Run by `vllm_overhead` as `python -m bench.vllm_steps SOCKET`. The process imports vLLM once and forks a child for each
-`Order` it is sent. A child answers each message, a treatment and a number of steps, with the CPU seconds of a
-scheduling step, as the mean of those steps. What is in place changes in one process, from block to block: two
-processes differ by some per cent in how their memory happens to lie, whatever is in place.
+`Order` it is sent. A child answers each message, a number of steps, with the CPU seconds of a scheduling step, as the
+mean of those steps. As in a server, what is in place never changes in it; children of one process are so much alike
+that two with the same in place seldom differ by a per cent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 #: Prompts are whole blocks and one token more; a lookup finds all of the blocks but for the requests' first.
 BLOCK, PROMPT = 16, 33
 CASES = ("deferred", "admitted", "decode")
-#: Requests in the steps that CPython gets to specialise its code for what has just been put in place: where it did so
-#: before, it takes 53 misses before it does so again.
-_MEETING = 600
+#: Requests that a child serves before it is asked: CPython specialises its code for what is in place.
+_MEETING = 2000
 #: "without" kvmend, "with" it, and "without again", which shows how far two measurements of the same lie apart.
 TREATMENTS = ("without", "with", "without again")
 
@@ -38,10 +37,12 @@ class Order:
         case: "deferred": a KV connector answers "not yet" for every waiting request. "admitted": all are admitted in
             one step. "decode": all are running and get one token each.
         requests: Number of requests in the step.
+        treatment: What is in place.
     """
 
     case: str
     requests: int
+    treatment: str
 
 
 def main() -> None:
@@ -78,15 +79,13 @@ def serve(order: Order) -> None:
             put = treatments()
             put("with")  # a manager is met when it is made
             block = MAKERS[order.case](order.requests)
+            put(order.treatment)
+            block(max(3, _MEETING // order.requests))
             parent.send("ready")
         except Exception as error:  # a child that only dies would leave the parent waiting
             parent.send(f"{type(error).__name__}: {error}")
             return
-        while (asked := parent.recv()) is not None:
-            treatment, steps = asked
-            put(treatment)
-            if order.requests <= _MEETING:
-                block(_MEETING // order.requests)
+        while (steps := parent.recv()) is not None:
             parent.send(block(steps))
 
 
