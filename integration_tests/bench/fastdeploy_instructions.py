@@ -25,7 +25,7 @@ from bench import fastdeploy_overhead as load  # noqa: E402
 from bench.counting import OPTION, Counter, counted, lacking  # noqa: E402
 from bench.measuring import Report, arguments, compare, finish, row  # noqa: E402
 
-MODES = ("off", "safe")
+MODES = (load.OFF, "safe")
 #: What a request goes through, as `Load` calls it, and as the report does.
 _STAGES = {"preallocate": "preallocate", "prefill": "schedule", "finish": "finish"}
 #: Requests that are counted, and those that are served before, while CPython specialises its code.
@@ -57,7 +57,7 @@ def count(counter: Counter, path: Path, lives: list[int]) -> None:
         gc.freeze()
         for live in lives:
             for mode in MODES:
-                with tree.fixed(mode) if mode != "off" else contextlib.nullcontext():
+                with tree.fixed(mode) if mode != load.OFF else contextlib.nullcontext():
                     node = load.Load(tree, live)
                     node.block(_WARM_UP)
                     for stage in _STAGES:

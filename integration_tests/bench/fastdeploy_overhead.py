@@ -314,8 +314,7 @@ def rows(runs: list[dict[Any, Any]], trees: dict[str, Path], lives: tuple[int, .
                     compare(without(run, live, one[0], part), run[live, other, part]) for run in runs
                 ]
                 case = f"{title}, {live} live: {part}"
-                found = pooled(ratios) if len(ratios) > 1 else ratios[0]
-                rows.append(row(case, "us per request", found, *judged(pair, part)))
+                rows.append(row(case, "us per request", together(ratios), *judged(pair, part)))
         if one == ("2.5", OFF):
             continue  # it has no blocks in the tree yet that could be compared
         bytes_ = compare([run["memory", one] for run in runs], [run["memory", other] for run in runs])
@@ -325,8 +324,13 @@ def rows(runs: list[dict[Any, Any]], trees: dict[str, Path], lives: tuple[int, .
             for part in PARTS:
                 ratios = [compare(run[live, (tree, OFF), part], run[live, (tree, AGAIN), part]) for run in runs]
                 case = f"{tree} without, {live} live, measured a second time: {part}"
-                rows.append(row(case, "us per request", pooled(ratios) if len(ratios) > 1 else ratios[0]))
+                rows.append(row(case, "us per request", together(ratios)))
     return rows
+
+
+def together(ratios: list[Ratio]) -> Ratio:
+    """Several runs as one; a single one keeps the interval of its pairs."""
+    return pooled(ratios) if len(ratios) > 1 else ratios[0]
 
 
 def without(run: dict[Any, Any], live: int, tree: str, part: str) -> list[float]:

@@ -9,12 +9,11 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from kvmend.api import Context, Counters
 from kvmend_fixes.vllm.copied_scheduler import FIX
-from support.manager_double import Stats
+from support.manager_double import Stats, as_upstreams
 
 
 def make_manager_class(*, caching: bool = True, stats: bool = True) -> Any:
@@ -64,7 +63,7 @@ class Scheduler:
             found = self.kv_cache_manager.get_computed_blocks(request)
             if self.kv_cache_manager.allocate_slots(request, 1, found[1], found[0]) is not None:
                 self.kv_cache_manager.record_prefix_cache_stats(request, found[1])
-                request.num_computed_tokens = request.num_tokens
+                request.run()
                 admitted.append(request)
         return admitted
 '''
@@ -72,9 +71,7 @@ class Scheduler:
 
 def make_upstream_scheduler() -> Any:
     """A scheduler class that is vLLM's own as far as its module's name says."""
-    module = ModuleType("vllm.v1.core.sched.scheduler")
-    exec(_UPSTREAM, vars(module))
-    return module.Scheduler
+    return as_upstreams(_UPSTREAM)
 
 
 class OwnLoop:
@@ -91,7 +88,7 @@ class OwnLoop:
         for request in requests:
             found = self.kv_cache_manager.get_computed_blocks(request)
             if self.kv_cache_manager.allocate_slots(request, 1, found[1], found[0]) is not None:
-                request.num_computed_tokens = request.num_tokens
+                request.run()
                 admitted.append(request)
         return admitted
 

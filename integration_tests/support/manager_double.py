@@ -79,6 +79,10 @@ class Request:
     def preempted(self) -> bool:
         return self.num_preemptions > 0
 
+    def run(self) -> None:
+        """As after the step that admits it."""
+        self.num_computed_tokens, self.status = self.num_tokens, RequestStatus.RUNNING
+
     def wait_again(self) -> None:
         self.num_computed_tokens, self.status = 0, RequestStatus.WAITING
 
@@ -111,7 +115,7 @@ class Rig:
         """Allocates, and on success the request has computed tokens, as after the step that ran it."""
         if self.manager.allocate_slots(request, 16, num_lookahead=0) is None:
             return False
-        request.num_computed_tokens, request.status = request.num_tokens, RequestStatus.RUNNING
+        request.run()
         return True
 
     @property
@@ -238,28 +242,38 @@ class Scheduler:
         return self.kv_cache_manager.make_prefix_cache_stats()
 
     def schedule(self, waiting=(), admit=(), load=()):
+        manager = self.kv_cache_manager
         self.running = [request for request in self.running if request.status is RUNNING]
         for request in waiting:
-            if request.num_computed_tokens == 0:
-                self.kv_cache_manager.get_computed_blocks(request)
+            if not request.num_computed_tokens:
+                manager.get_computed_blocks(request)
             self.during(request)
-            if request not in (*admit, *load) or self.kv_cache_manager.allocate_slots(request, 16) is None:
+            if request not in (*admit, *load) or manager.allocate_slots(request, 16) is None:
                 continue
             request.status = LOADING if request in load else RUNNING
             if request.status is RUNNING:
                 self.running.append(request)
             self.during(request)
-        for request in waiting:
-            if request.status is RUNNING:
-                request.num_computed_tokens = request.num_tokens
-        return [request for request in waiting if request.status is RUNNING]
+        admitted = [request for request in waiting if request.status is RUNNING]
+        for request in admitted:
+            request.run()
+        return admitted
 '''
 
 
-def upstream_scheduler() -> type:
-    """A scheduler class that is vLLM's own as far as its module's name says."""
+def upstream_scheduler() -> Any:
+    """The double of vLLM's scheduler class."""
+    return as_upstreams(_UPSTREAM, LOADING=RequestStatus.WAITING_FOR_REMOTE_KVS, RUNNING=RequestStatus.RUNNING)
+
+
+def as_upstreams(source: str, **names: Any) -> Any:
+    """The class `Scheduler` of some source, which is vLLM's own as far as its module's name says.
+
+    Args:
+        source: The source.
+        names: What it finds in its module.
+    """
     module = ModuleType("vllm.v1.core.sched.scheduler")
-    vars(module).update(LOADING=RequestStatus.WAITING_FOR_REMOTE_KVS, RUNNING=RequestStatus.RUNNING)
-    exec(_UPSTREAM, vars(module))
-    made: type = module.Scheduler
-    return made
+    vars(module).update(names)
+    exec(source, vars(module))
+    return module.Scheduler

@@ -148,12 +148,13 @@ class CountsUnseen(OwnLoop):
     early = False
 
     def schedule(self, *requests: Any) -> list[Any]:
-        count = getattr(self.kv_cache_manager, "_".join(("record", "prefix", "cache", "stats")))
+        manager = self.kv_cache_manager
+        count = getattr(manager, "_".join(("record", "prefix", "cache", "stats")))
         if self.early:
             for request in requests:
-                self.kv_cache_manager.get_computed_blocks(request)
+                manager.get_computed_blocks(request)
                 count(request, 60)
-                self.kv_cache_manager.allocate_slots(request, 1, 60)
+                manager.allocate_slots(request, 1, 60)
             return list(requests)
         admitted = super().schedule(*requests)
         for request in admitted:
@@ -224,7 +225,7 @@ def test_random_admissions_of_a_scheduler_with_both_loops_count_what_a_ledger_co
                 continue
             rig.scheduler.schedule(request)
             if not rig.manager.full:
-                request.num_computed_tokens = request.num_tokens
+                request.run()
                 for place, value in enumerate((1, request.num_tokens, rig.manager.found)):
                     ledger[place + 3 * (request.num_preemptions > 0)] += value
         assert [*rig.counts, *rig.preempted] == ledger, seed

@@ -312,10 +312,11 @@ def adds(upstream: Any) -> Any:
 def has_a_loop_of_its_own(upstream: Any) -> Any:
     class OwnLoop(upstream):  # type: ignore[misc]
         def schedule(self, waiting: Sequence[Request] = (), admit: Sequence[Request] = ()) -> Any:
+            manager = self.kv_cache_manager
             for request in waiting:
-                self.kv_cache_manager.get_computed_blocks(request)
+                manager.get_computed_blocks(request)
                 if request in admit:
-                    self.kv_cache_manager.allocate_slots(request, 16)
+                    manager.allocate_slots(request, 16)
             return list(admit)
 
     return OwnLoop
@@ -342,7 +343,7 @@ def test_every_scheduler_counts_its_admissions_once(generation: str, scheduler_c
     for admit in ([], waiting[1:2], [], waiting[2:3]):
         rig.scheduler.schedule([each for each in waiting if each.num_computed_tokens == 0], admit)
         for each in admit:
-            each.num_computed_tokens, each.status = each.num_tokens, RequestStatus.RUNNING
+            each.run()
     assert taken(rig)[:3] == (2, 60, 0)
 
 
@@ -393,7 +394,7 @@ def admits_beside(upstream: Any) -> Any:
         def schedule(self, waiting: Sequence[Request] = (), admit: Sequence[Request] = ()) -> Any:
             self.policy.schedule(self, waiting[:1], admit)
             for each in waiting[:1]:
-                each.num_computed_tokens, each.status = each.num_tokens, RequestStatus.RUNNING
+                each.run()
             return super().schedule(waiting[1:], admit)
 
     return Policed

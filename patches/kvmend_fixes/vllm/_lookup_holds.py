@@ -12,12 +12,11 @@ from typing import Any
 
 from kvmend.api import Context, Counters, reached
 from kvmend_fixes.vllm._inline_lookups import is_looked_up_inline, link, may_be_looked_up_inline
-from kvmend_fixes.vllm._own_loops import Helped, scheduler_above
+from kvmend_fixes.vllm._own_loops import package_of, scheduler_above
 from kvmend_fixes.vllm._settling import (
     Counted,
     Pending,
     adopt,
-    plain_record,
     settle_admitted,
     settle_load,
     settle_outside,
@@ -39,8 +38,7 @@ _ENDS_STEP = "kvmend_ends_step"
 def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `KVCacheManager.get_computed_blocks(request)`: nothing it counts reaches the statistics yet."""
     context.counters.derive("dropped", lambda now: now["held"] - now["settled"])
-    status = importlib.import_module("vllm.v1.request").RequestStatus
-    waiting, preempted, helped = status.WAITING, status.PREEMPTED, Helped(context)
+    waiting, preempted = _statuses().WAITING, _statuses().PREEMPTED
 
     def keep(manager: Any, request: Any, lookup: Any) -> None:
         """A lookup is pending from now on, if it is one that an admission can come of."""
@@ -49,7 +47,7 @@ def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[...,
             if request.num_computed_tokens or request.status not in (waiting, preempted):
                 return
             if not hasattr(manager, "_kvmend_pending"):
-                meet_late(manager, helped, context, scheduler_above(sys._getframe(1)))
+                meet_late(manager, context, scheduler_above(sys._getframe(1)))
             if manager._kvmend_pending is None:
                 keep_in_step(manager, request, lookup)
             else:
@@ -168,7 +166,7 @@ def _is_upstreams(original: Callable[..., Any]) -> bool:
 
 def settle_step(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `Scheduler.schedule()`: lookups of requests that it admitted count, the others are dropped."""
-    counters, helped, loading = context.counters, Helped(context), _loading()
+    counters, loading = context.counters, _loading()
     plain = _plain_record() if RETURNED in context.shared else None
 
     @functools.wraps(original)
@@ -177,7 +175,7 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
         try:
             by_steps = manager._kvmend_by_steps
         except AttributeError:
-            by_steps = meet_late(manager, helped, context, type(scheduler))
+            by_steps = meet_late(manager, context, type(scheduler))
         if not by_steps:
             return original(scheduler, *args, **kwargs)
         outside = manager._kvmend_pending
@@ -210,12 +208,12 @@ def settle_rest(original: Callable[..., Any], context: Context) -> Callable[...,
 
     With a loop that was not recognised as one of somebody's own, no step has an end; its lookups are settled here.
     """
-    counters, helped, loading = context.counters, Helped(context), _loading()
+    counters, loading = context.counters, _loading()
 
     @functools.wraps(original)
     def make_prefix_cache_stats(manager: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(manager, "_kvmend_by_steps"):
-            meet_late(manager, helped, context, scheduler_above(sys._getframe(1)))
+            meet_late(manager, context, scheduler_above(sys._getframe(1)))
         pending = getattr(manager, "_kvmend_pending", None)
         # In the middle of a step it is none of these.
         if isinstance(pending, Pending) and pending.used and manager._kvmend_by_steps:
@@ -229,17 +227,24 @@ def settle_rest(original: Callable[..., Any], context: Context) -> Callable[...,
 
 
 def _plain_record() -> Any:
-    return plain_record(importlib.import_module("vllm.v1.metrics.stats").PrefixCacheStats)
+    """The method of vLLM's statistics that records, if it is the class's own and nobody's wrapper; else None."""
+    statistics = importlib.import_module("vllm.v1.metrics.stats").PrefixCacheStats
+    record = getattr(statistics, "record", None)
+    own = getattr(record, "__module__", None) == statistics.__module__ and not hasattr(record, "__wrapped__")
+    return record if own else None
+
+
+def _statuses() -> Any:
+    return importlib.import_module("vllm.v1.request").RequestStatus
 
 
 def _loading() -> Any:
     """The status of a request whose KV is loaded asynchronously: admitted, though no token of it may be computed."""
-    return getattr(importlib.import_module("vllm.v1.request").RequestStatus, "WAITING_FOR_REMOTE_KVS", object())
+    return getattr(_statuses(), "WAITING_FOR_REMOTE_KVS", object())
 
 
 def meet_manager(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `KVCacheManager.__init__`: sees which scheduler makes it, and whether its class bypasses the fix."""
-    helped = Helped(context)
 
     @functools.wraps(original)
     def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -252,27 +257,27 @@ def meet_manager(original: Callable[..., Any], context: Context) -> Callable[...
         except Exception:  # code that cannot be looked into must not keep an engine from starting
             context.log.warning("kvmend: the scheduler could not be looked at", exc_info=True)
             by_steps = False
-        _meet(manager, helped, context, by_steps)
+        _meet(manager, context, by_steps)
 
     return __init__
 
 
-def meet_late(manager: Any, helped: Helped, context: Context, scheduler: type | None) -> bool:
+def meet_late(manager: Any, context: Context, scheduler: type | None) -> bool:
     """Prepares a manager that was made before the fix came; whether the end of a step settles its lookups.
 
     It may be no manager of vLLM's but somebody's object in the place of one, which takes nothing: then that of vLLM's
     which it may forward to is the one that counts.
     """
     try:
-        return _meet(manager, helped, context, ends_steps(scheduler))
+        return _meet(manager, context, ends_steps(scheduler))
     except Exception:  # it must not keep an engine from running
         return False
 
 
-def _meet(manager: Any, helped: Helped, context: Context, by_steps: bool) -> bool:
+def _meet(manager: Any, context: Context, by_steps: bool) -> bool:
     inline = INLINE in context.features
     by_steps = by_steps and not (inline and is_looked_up_inline(manager))
-    adopt(manager, helped, context.counters, by_steps=by_steps)
+    adopt(manager, context, by_steps=by_steps)
     if inline and not by_steps and may_be_looked_up_inline(manager):
         link(manager, context.counters)
     return by_steps
@@ -285,7 +290,6 @@ def ends_steps(scheduler: type | None) -> bool:
     found = False
     for function, names in reached(scheduler, "schedule"):
         found |= hasattr(function, _ENDS_STEP)
-        whose = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
-        if "allocate_slots" in names and whose not in ("vllm", __name__.partition(".")[0]):
+        if "allocate_slots" in names and package_of(function) not in ("vllm", package_of(ends_steps)):
             return False
     return found

@@ -23,6 +23,12 @@ def scheduler_above(frame: FrameType | None) -> type | None:
     return None
 
 
+def package_of(function: Any) -> str:
+    """The top-level package that a function is written in; empty for what is no function of Python's."""
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return name.partition(".")[0]
+
+
 class Helped:
     """Managers that a fix has left something on; they lose it when the fix is taken off."""
 
@@ -47,3 +53,11 @@ class Helped:
                     delattr(manager, name)
             for name in [name for name in there if name.startswith("_kvmend_")]:
                 delattr(manager, name)
+
+
+def helped_by(context: Context) -> Helped:
+    """The one that all wrappers of an application share."""
+    if "helped" not in context.shared:
+        context.shared["helped"] = Helped(context)
+    helped: Helped = context.shared["helped"]
+    return helped

@@ -7,8 +7,8 @@ import weakref
 from types import MethodType, SimpleNamespace
 from typing import Any
 
-from kvmend.api import Counters
-from kvmend_fixes.vllm._own_loops import Helped
+from kvmend.api import Context, Counters
+from kvmend_fixes.vllm._own_loops import helped_by
 
 
 class Counted:
@@ -62,7 +62,7 @@ def _elsewhere() -> Pending:
     return Pending(SimpleNamespace(held=0))
 
 
-def adopt(manager: Any, helped: Helped, counters: Counters, *, by_steps: bool) -> None:
+def adopt(manager: Any, context: Context, *, by_steps: bool) -> None:
     """Prepares a manager.
 
     Its `_kvmend_pending` has the lookups of requests that wait for admission; it is None while a step runs whose end
@@ -70,14 +70,14 @@ def adopt(manager: Any, helped: Helped, counters: Counters, *, by_steps: bool) -
 
     Args:
         manager: The manager.
-        helped: Who takes back what the manager gets.
-        counters: Those of the fix.
+        context: That of the application.
         by_steps: Whether all its admissions are made in steps whose end settles them. If not, it gets an
             `allocate_slots` that settles the request's lookup, in whatever loop it is called.
     """
     manager._kvmend_by_steps = by_steps
-    manager._kvmend_pending, manager._kvmend_last = Pending(counters), None
-    helped.give(manager, {} if by_steps else {"allocate_slots": _settling_allocate_slots(manager, counters)})
+    manager._kvmend_pending, manager._kvmend_last = Pending(context.counters), None
+    methods = {} if by_steps else {"allocate_slots": _settling_allocate_slots(manager, context.counters)}
+    helped_by(context).give(manager, methods)
 
 
 def _settling_allocate_slots(manager: Any, counters: Counters) -> MethodType:
@@ -127,13 +127,6 @@ def count(stats: Any, request: Any, lookup: Any) -> None:
         stats.requests += 1
         stats.queries += lookup.queries
         stats.hits += lookup.hits
-
-
-def plain_record(statistics: Any) -> Any:
-    """The method of a statistics class that records, if it is the class's own and nobody's wrapper; else None."""
-    record = getattr(statistics, "record", None)
-    own = getattr(record, "__module__", None) == statistics.__module__ and not hasattr(record, "__wrapped__")
-    return record if own else None
 
 
 def settle_outside(manager: Any, pending: Pending, counters: Counters, loading: Any) -> None:

@@ -24,7 +24,7 @@ from kvmend.api import (
     reached,
 )
 from kvmend_fixes.vllm import VLLM
-from kvmend_fixes.vllm._own_loops import Helped, scheduler_above
+from kvmend_fixes.vllm._own_loops import helped_by, package_of, scheduler_above
 from kvmend_fixes.vllm._scheduler_source import MANAGER, SCHEDULER, counting_bodies
 
 WHY = """\
@@ -61,7 +61,7 @@ _UNSAID = sys.maxsize
 
 def meet_manager(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
     """Wrapper of `KVCacheManager.__init__`: a manager whose scheduler does not count gets what counts for it."""
-    helped = Helped(context)
+    helped = helped_by(context)
 
     @functools.wraps(original)
     def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ def counts_by_itself(scheduler: type) -> bool:
     for function, names in reached(scheduler, "schedule"):
         if not names:
             continue
-        if function.__globals__.get("__name__", "").partition(".")[0] == "vllm":
+        if package_of(function) == "vllm":
             upstream |= _COUNT in names
         elif _COUNT in names or _records(names):
             return True
