@@ -159,6 +159,88 @@ def test_probes_before_the_lookup_do_not_change_what_is_counted(generation: str)
 
 
 @EVERY
+@pytest.mark.parametrize("deferrals", [0, 2])
+def test_a_probe_of_another_request_between_each_lookup_and_its_admission_changes_nothing(
+    generation: str, deferrals: int
+) -> None:
+    """As by somebody's wrapper of the allocation. Deferred or not before, each admission counts, and once."""
+    rig, stranger = make(generation), Request(num_tokens=1000)
+    waiting = [Request(num_tokens=tokens) for tokens in (10, 20, 40)]
+    rig.manager.found = 4
+    for _ in range(deferrals):
+        rig.scheduler.schedule(waiting)
+    rig.scheduler.during = lambda _: rig.manager.get_computed_blocks(stranger)
+    rig.scheduler.schedule(waiting, admit=waiting[:2])
+    assert counts(rig) == (2, 30, 8)
+    rig.scheduler.schedule(waiting[2:], admit=waiting[2:])
+    assert counts(rig) == (3, 70, 12)
+
+
+class Theirs:
+    """A request of somebody's own kind that has room for nothing more."""
+
+    __slots__ = ("num_computed_tokens", "num_preemptions", "num_tokens", "skip_reading_prefix_cache", "status")
+    preempted = False
+
+    def __init__(self, status: RequestStatus) -> None:
+        self.num_tokens, self.num_computed_tokens, self.num_preemptions = 1000, 0, 0
+        self.skip_reading_prefix_cache, self.status = False, status
+
+
+@EVERY
+@pytest.mark.parametrize("last", [False, True])
+def test_a_probe_with_a_request_of_ones_own_kind_costs_nobody_s_count(generation: str, last: bool) -> None:
+    rig, first, second = make(generation), Request(), Request(num_tokens=200)
+
+    def probe(request: Request) -> None:
+        if request is (second if last else first):
+            rig.manager.get_computed_blocks(Theirs(request.status))
+
+    rig.scheduler.during = probe
+    for _ in range(2):
+        rig.scheduler.schedule([first, second])
+    rig.scheduler.schedule([first, second], admit=[first, second])
+    assert counts(rig) == (2, 300, 0)
+
+
+@EVERY
+def test_an_admission_counts_once_though_others_in_its_step_were_looked_up_out_of_turn(generation: str) -> None:
+    """Catches what a request carries from a probe that came before its own turn."""
+    rig, first, second, stranger = make(generation), Request(), Request(num_tokens=200), Request()
+
+    def probe(request: Request) -> None:
+        if request is first and first.status is RequestStatus.WAITING:
+            rig.manager.get_computed_blocks(second)
+            rig.manager.get_computed_blocks(stranger)
+
+    rig.scheduler.during = probe
+    rig.scheduler.schedule([first, second], admit=[first, second])
+    assert counts(rig) == (2, 300, 0)
+
+
+@EVERY
+def test_who_runs_again_without_a_lookup_is_not_counted_for_an_earlier_one(generation: str) -> None:
+    """As a request whose session got more input. It was deferred once, and carried what was looked up then."""
+    rig, request = make(generation), Request()
+    rig.scheduler.schedule([request])
+    rig.scheduler.schedule([request], admit=[request])
+    request.status = RequestStatus.WAITING
+    rig.scheduler.schedule([Request()])
+    rig.scheduler.schedule([Request(), request], admit=[request])
+    assert counts(rig) == (1, 100, 0)
+
+
+@EVERY
+def test_a_deferred_request_whose_load_comes_later_is_counted_once(generation: str) -> None:
+    rig, request = make(generation), Request()
+    rig.scheduler.schedule([request])
+    rig.scheduler.schedule([request], load=[request])
+    request.status, request.num_computed_tokens = RequestStatus.WAITING, 64
+    rig.scheduler.schedule([request], admit=[request])
+    assert counts(rig) == (1, 100, 0)
+
+
+@EVERY
 def test_a_probe_outside_a_step_whose_request_is_aborted_counts_nothing(generation: str) -> None:
     rig, probed, stranger = make(generation), Request(), Request()
     rig.manager.get_computed_blocks(probed)
@@ -225,6 +307,19 @@ def test_no_request_is_kept_alive_beyond_its_step(generation: str, raises: bool)
         rig.scheduler.during = fail
     with pytest.raises(LookupError, match="in the step") if raises else contextlib.nullcontext():
         rig.scheduler.schedule([request])
+    gone = weakref.ref(request)
+    del request
+    gc.collect()
+    assert gone() is None
+
+
+@EVERY
+def test_a_request_that_ran_is_not_kept_alive_by_the_steps_after_it(generation: str) -> None:
+    rig = make(generation)
+    request: Any = Request()
+    rig.scheduler.schedule([request], admit=[request])
+    rig.scheduler.schedule([Request()])
+    rig.scheduler.running.clear()
     gone = weakref.ref(request)
     del request
     gc.collect()
@@ -493,15 +588,21 @@ def test_an_own_loop_may_allocate_for_a_request_of_its_own_kind(generation: str)
 
 
 @pytest.mark.parametrize("generation", ["record", "record somehow"])
-def test_whoever_watches_the_records_sees_each(generation: str) -> None:
-    rig, seen = make(generation), []
+@pytest.mark.parametrize("whole_class", [False, True])
+def test_whoever_watches_the_records_sees_each(
+    generation: str, whole_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a class of statistics of their own, or by putting something over the method of vLLM's."""
+    rig, seen, record = make(generation), [], Stats.record
 
-    class Watched(Stats):
-        def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
-            seen.append((num_tokens, num_hits, preempted))
-            super().record(num_tokens, num_hits, preempted)
+    def watched(stats: Stats, num_tokens: int, num_hits: int, preempted: bool) -> None:
+        seen.append((num_tokens, num_hits, preempted))
+        record(stats, num_tokens, num_hits, preempted)
 
-    rig.manager.prefix_cache_stats = Watched()
+    if whole_class:
+        monkeypatch.setattr(Stats, "record", watched)
+    else:
+        rig.manager.prefix_cache_stats = type("Watched", (Stats,), {"record": watched})()
     waiting = [Request(num_tokens=tokens) for tokens in (10, 20)]
     rig.scheduler.schedule(waiting, admit=waiting)
     assert seen == [(10, 0, False), (20, 0, False)]
@@ -537,7 +638,19 @@ def test_random_steps_count_what_a_ledger_counts(generation: str) -> None:
                 rig.manager.get_computed_blocks(chance.choice(waiting))
                 looked_up += 1
             looked_up += len(waiting)
+            probes: list[Request] = []
+
+            def probe(
+                _: Request, chance: Any = chance, rig: Any = rig, waiting: Any = waiting, probes: Any = probes
+            ) -> None:
+                request = chance.choice(waiting)
+                if chance.random() < 0.1 and request.status is not RequestStatus.RUNNING:
+                    rig.manager.get_computed_blocks(request)
+                    probes.append(request)
+
+            rig.scheduler.during = probe
             rig.scheduler.schedule(waiting, chosen)
+            looked_up += len(probes)
             if not rig.manager.full:
                 for request in chosen:
                     place = 3 if request.preempted and generation != "in place" else 0

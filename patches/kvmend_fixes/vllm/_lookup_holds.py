@@ -103,10 +103,10 @@ def _not_recording(
                 (status is waiting or status is preempted)
                 and not request.num_computed_tokens
                 and not request.skip_reading_prefix_cache
-                and manager.enable_caching
             ):
                 if manager._kvmend_pending is not None:
-                    keep(manager, request, found[1])
+                    if manager.enable_caching:
+                        keep(manager, request, found[1])
                     return found
                 # As `keep_in_step` does.
                 before = manager._kvmend_last
@@ -176,7 +176,7 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
             by_steps = manager._kvmend_by_steps
         except AttributeError:
             by_steps = meet_late(manager, context, type(scheduler))
-        if not by_steps:
+        if not by_steps or not manager.enable_caching:
             return original(scheduler, *args, **kwargs)
         outside = manager._kvmend_pending
         if outside.used:  # probes, or lookups of a loop that was not seen: whoever is admitted here is looked up here

@@ -173,7 +173,10 @@ def settle_admitted(running: Any, last: Any, stats: Any, counters: Counters, pla
     requests = queries = hits = 0
     others = []
     for request in reversed(running):
-        lookup = getattr(request, "_kvmend_lookup", None)
+        try:
+            lookup = request._kvmend_lookup
+        except AttributeError:
+            lookup = None
         if lookup is None:  # it was not looked up, or is counted already
             if request is last:
                 break
