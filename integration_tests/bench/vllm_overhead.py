@@ -34,9 +34,9 @@ LABELS = {
 #: Requests in a block: so many that it takes milliseconds, and so few that a pair was taken within a moment. A busy
 #: machine changes its pace within tens of milliseconds, so many small pairs say more than a few large ones.
 _BLOCK = {"deferred": 300, "admitted": 60, "decode": 300}
-#: Sets of processes, and seconds for a case in a set. Two processes of the same differ by a per cent in how their memory
-#: happens to lie, so that many short sets say more than a few long ones. An admission takes four times as long outside
-#: the clock as inside.
+#: Sets of processes, and seconds for a case in a set. Two processes of the same differ by a per cent in how their
+#: memory happens to lie, so that many short sets say more than a few long ones. An admission takes four times as long
+#: outside the clock as inside.
 _SETS = 11
 _SECONDS = {"deferred": 5.0, "admitted": 10.0, "decode": 6.0}
 _LEAST_ROUNDS = 10
