@@ -176,7 +176,7 @@ def test_a_probe_of_another_request_between_each_lookup_and_its_admission_change
     assert counts(rig) == (3, 70, 12)
 
 
-class Theirs:
+class TheirRequest:
     """A request of somebody's own kind that has room for nothing more."""
 
     __slots__ = ("num_computed_tokens", "num_preemptions", "num_tokens", "skip_reading_prefix_cache", "status")
@@ -194,7 +194,7 @@ def test_a_probe_with_a_request_of_ones_own_kind_costs_nobody_s_count(generation
 
     def probe(request: Request) -> None:
         if request is (second if last else first):
-            rig.manager.get_computed_blocks(Theirs(request.status))
+            rig.manager.get_computed_blocks(TheirRequest(request.status))
 
     rig.scheduler.during = probe
     for _ in range(2):

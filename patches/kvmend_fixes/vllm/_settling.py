@@ -173,7 +173,7 @@ def settle_admitted(running: Any, last: Any, stats: Any, counters: Counters, pla
     requests = queries = hits = 0
     others = []
     for request in reversed(running):
-        try:
+        try:  # nearly all have it, and so this is cheaper than `getattr`
             lookup = request._kvmend_lookup
         except AttributeError:
             lookup = None
