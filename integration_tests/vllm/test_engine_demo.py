@@ -126,12 +126,16 @@ def test_deferrals_with_kvmend_count_nothing(whole_demo: dict[str, Any]) -> None
     assert (case["with"]["verdict"], case["verdict"]) == ("exact", "mended")
 
 
-def test_kv_pressure_over_http_is_exact_only_with_kvmend(whole_demo: dict[str, Any]) -> None:
-    """Catches a server whose engine process does not load the plugin. How wrong it is without depends on timing."""
+def test_kv_pressure_over_http_is_exact_with_kvmend(whole_demo: dict[str, Any]) -> None:
+    """Catches a server whose engine process does not load the plugin, and a verdict that does not follow the figures.
+
+    How wrong it is without depends on timing: where requests come slowly, the KV blocks never run out.
+    """
     case = scenario(whole_demo, "KV pressure", "http")
     assert counted(case["with"]) == (SENT, TRUE_HITS, TRUE_HITS)
-    assert case["without"]["queries"] > SENT
     assert case["without"]["queries"] % 168 == 0
+    assert case["without"]["queries"] >= SENT
+    assert case["verdict"] == ("mended" if case["without"]["queries"] > SENT else "right without kvmend")
 
 
 def test_deferrals_over_http_are_counted_only_without_kvmend(whole_demo: dict[str, Any]) -> None:
