@@ -15,10 +15,12 @@ from kvmend.api import Context, Counters
 from kvmend_fixes.vllm.prefix_stats import FIX, IN_PLACE, INLINE, RETURNED
 
 #: How lookups are counted: attributes incremented by the lookup, `record` called by it (in a way that was looked into,
-#: or in any), or also by the scheduler.
+#: with a KV connector and without one, or in any), or also by the scheduler.
+ALONE = "record, no connector"
 GENERATIONS = {
     "in place": frozenset({IN_PLACE}),
     "record": frozenset({RETURNED}),
+    ALONE: frozenset({RETURNED}),
     "record somehow": frozenset(),
     "inline": frozenset({INLINE, RETURNED}),
 }
@@ -199,6 +201,7 @@ def make_rig(
     import logging
 
     upstream = upstream_scheduler()
+    upstream.connector = None if generation == ALONE else "a connector"
     holders: dict[str, Any] = {each.__name__: each for each in (KVCacheManager, HybridKVCacheCoordinator, upstream)}
     features = GENERATIONS[generation]
     context = Context(
@@ -230,34 +233,47 @@ def forget(manager: Any) -> None:
 
 
 _UPSTREAM = '''
+class Output(list):
+    def __init__(self, admitted):
+        super().__init__(admitted)
+        self.num_scheduled_tokens = {}
+
+
 class Scheduler:
     """Looks every waiting request up, and admits those that it is told to."""
 
     def __init__(self, manager_class):
         self.kv_cache_manager = manager_class()
-        self.running = []
+        self.ran = []
         self.during = lambda request: None
+
+    @property
+    def running(self):
+        return [request for request in self.ran if request.status is RUNNING]
 
     def update_from_output(self, output):
         return self.kv_cache_manager.make_prefix_cache_stats()
 
     def schedule(self, waiting=(), admit=(), load=()):
         manager = self.kv_cache_manager
-        self.running = [request for request in self.running if request.status is RUNNING]
+        self.ran = self.running
         for request in waiting:
-            if not request.num_computed_tokens:
-                manager.get_computed_blocks(request)
+            computed = request.num_computed_tokens
+            if not computed:
+                computed = manager.get_computed_blocks(request)[1]
             self.during(request)
             if request not in (*admit, *load) or manager.allocate_slots(request, 16) is None:
                 continue
             request.status = LOADING if request in load else RUNNING
             if request.status is RUNNING:
-                self.running.append(request)
+                self.ran.append(request)
+                request.num_computed_tokens = computed
             self.during(request)
-        admitted = [request for request in waiting if request.status is RUNNING]
-        for request in admitted:
+        output = Output(request for request in waiting if request.status is RUNNING)
+        for request in output:
+            output.num_scheduled_tokens[request.request_id] = request.num_tokens - request.num_computed_tokens
             request.run()
-        return admitted
+        return output
 '''
 
 

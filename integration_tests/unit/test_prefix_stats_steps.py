@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from kvmend_fixes.vllm._lookup_holds import ends_steps
-from support.manager_double import Request, RequestStatus, Rig, Stats, forget, make_rig
+from support.manager_double import ALONE, Request, RequestStatus, Rig, Stats, forget, make_rig
 
-EVERY = pytest.mark.parametrize("generation", ["in place", "record", "record somehow"])
+CONNECTED = pytest.mark.parametrize("generation", ["in place", "record", "record somehow"])
+EVERY = pytest.mark.parametrize("generation", ["in place", "record", ALONE, "record somehow"])
 NOTHING = (0, 0, 0)
 
 
@@ -60,8 +61,9 @@ def test_in_a_step_with_all_sorts_only_the_admissions_count(generation: str) -> 
     rig = make(generation)
     rig.manager.found = 4
     waiting = [Request(num_tokens=tokens) for tokens in (10, 20, 40, 80, 160)]
-    rig.scheduler.schedule(waiting, admit=waiting[1:4:2], load=waiting[::4])
-    assert counts(rig) == (4, 270, 16)
+    loads = () if generation == ALONE else waiting[::4]
+    rig.scheduler.schedule(waiting, admit=waiting[1:4:2], load=loads)
+    assert counts(rig) == ((4, 270, 16) if loads else (2, 100, 8))
 
 
 @EVERY
@@ -76,7 +78,7 @@ def test_a_refused_allocation_counts_nothing(generation: str) -> None:
     assert counts(rig) == (1, 100, 0)
 
 
-@EVERY
+@CONNECTED
 def test_an_asynchronous_load_counts_when_it_begins_and_not_when_the_rest_is_computed(generation: str) -> None:
     """Early releases give such a request no computed tokens before it is loaded."""
     rig, request = make(generation), Request()
@@ -87,7 +89,7 @@ def test_an_asynchronous_load_counts_when_it_begins_and_not_when_the_rest_is_com
     assert counts(rig) == (1, 100, 0)
 
 
-@EVERY
+@CONNECTED
 def test_an_asynchronous_load_with_a_probe_before_it_counts_when_the_request_runs(generation: str) -> None:
     """By a connector, say, that looks for another request before it answers."""
     rig, request, stranger = make(generation), Request(), Request(num_tokens=1000)
@@ -104,7 +106,7 @@ def test_an_asynchronous_load_with_a_probe_before_it_counts_when_the_request_run
     assert counts(rig) == (1, 100, 0)
 
 
-@pytest.mark.parametrize("generation", ["record", "record somehow"])
+@pytest.mark.parametrize("generation", ["record", ALONE, "record somehow"])
 def test_a_preempted_request_is_counted_again_as_preempted_when_it_is_resumed(generation: str) -> None:
     rig, request = make(generation), Request()
     rig.scheduler.schedule([request], admit=[request])
@@ -230,7 +232,7 @@ def test_who_runs_again_without_a_lookup_is_not_counted_for_an_earlier_one(gener
     assert counts(rig) == (1, 100, 0)
 
 
-@EVERY
+@CONNECTED
 def test_a_deferred_request_whose_load_comes_later_is_counted_once(generation: str) -> None:
     rig, request = make(generation), Request()
     rig.scheduler.schedule([request])
@@ -319,7 +321,7 @@ def test_a_request_that_ran_is_not_kept_alive_by_the_steps_after_it(generation: 
     request: Any = Request()
     rig.scheduler.schedule([request], admit=[request])
     rig.scheduler.schedule([Request()])
-    rig.scheduler.running.clear()
+    rig.scheduler.ran.clear()
     gone = weakref.ref(request)
     del request
     gc.collect()
@@ -386,6 +388,119 @@ def test_where_no_step_ends_lookups_are_settled_when_the_statistics_are_taken(ge
     assert taken(rig)[:3] == (2, 200, 0)
     assert taken(rig)[:3] == NOTHING
     assert rig.counted == {"held": 3, "settled": 2, "dropped": 1}
+
+
+# Steps without a connector, whose lookups count at once -------------------------------------------------------------
+
+
+def test_a_step_without_a_connector_leaves_nothing_on_its_requests_and_records_as_released() -> None:
+    """Catches work for each request where it can be done for the step as a whole."""
+    rig, requests = make(ALONE), [Request(), Request()]
+    seen = []
+    rig.scheduler.during = lambda _: seen.append(counts(rig))
+    rig.scheduler.schedule(requests, admit=requests)
+    assert seen == [(1, 100, 0), (1, 100, 0), (2, 200, 0), (2, 200, 0)]
+    assert not any(name.startswith("_kvmend_") for each in requests for name in vars(each))
+
+
+@pytest.mark.parametrize("name", ["connector", "ec_connector"])
+def test_with_a_connector_of_either_kind_nothing_counts_before_the_step_ends(name: str) -> None:
+    """Both let the loop go on after a lookup that led to nothing. One may come after the first step."""
+    rig, requests = make(ALONE), [Request(), Request()]
+    if name == "connector":
+        rig.scheduler.schedule([Request()])
+    setattr(rig.scheduler, name, "a connector")
+    seen = []
+    rig.scheduler.during = lambda _: seen.append(counts(rig))
+    rig.scheduler.schedule(requests, admit=requests[1:])
+    assert set(seen) == {NOTHING}
+    assert counts(rig) == (1, 100, 0)
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_the_last_lookup_of_a_step_is_taken_back_if_it_led_to_nothing(preempted: bool) -> None:
+    rig, first, last = make(ALONE), Request(), Request(num_tokens=200)
+    if preempted:
+        rig.scheduler.schedule([last], admit=[last])
+        last.preempt()
+        taken(rig)
+    rig.manager.found = 60
+    rig.scheduler.schedule([first, last], admit=[first])
+    assert taken(rig) == (1, 100, 60, 0, 0, 0)
+    rig.scheduler.schedule([last], admit=[last])
+    assert taken(rig) == ((0, 0, 0, 1, 200, 60) if preempted else (1, 200, 60, 0, 0, 0))
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+def test_a_request_that_may_not_read_the_cache_does_not_hide_a_lookup_that_led_to_nothing(admitted: bool) -> None:
+    """Its admission is one more, and its lookup none: as many lookups as admissions, and one of them is to go."""
+    rig, silent = make(ALONE), Request(skip_reading_prefix_cache=True)
+    waits = Request(num_tokens=200)
+    rig.scheduler.schedule([silent, waits], admit=[silent] if admitted else [])
+    assert counts(rig) == NOTHING
+    rig.scheduler.schedule([waits, silent], admit=[waits])
+    assert counts(rig) == (1, 200, 0)
+
+
+def test_a_session_that_runs_again_does_not_hide_a_lookup_that_led_to_nothing() -> None:
+    rig, session, waits = make(ALONE), Request(num_computed_tokens=64), Request(num_tokens=200)
+    rig.scheduler.schedule([session, waits], admit=[session])
+    assert counts(rig) == NOTHING
+    assert rig.counted == {"held": 1, "settled": 0, "dropped": 1}
+
+
+def test_probes_in_the_middle_of_a_step_are_taken_back_and_admissions_keep_their_own_hits() -> None:
+    rig, requests = make(ALONE), [Request(num_tokens=tokens) for tokens in (10, 20, 40)]
+    strangers = [Request(num_tokens=1000) for _ in range(3)]
+
+    def probe(request: Request) -> None:
+        rig.manager.found = 9
+        for each in strangers:
+            rig.manager.get_computed_blocks(each)
+        rig.manager.found = 4
+
+    rig.manager.found = 4
+    rig.scheduler.schedule(requests[:1], admit=requests[:1])
+    rig.scheduler.during = probe
+    rig.scheduler.schedule(requests[1:], admit=requests[1:2])
+    assert counts(rig) == (2, 30, 8)
+    assert rig.counted["settled"] == 2
+
+
+def test_a_report_in_the_middle_of_a_step_has_nothing_of_it_and_the_next_has_all() -> None:
+    """Catches a lookup that was handed out before it was known whether an admission comes of it."""
+    rig, requests = make(ALONE), [Request(num_tokens=tokens) for tokens in (10, 20, 40)]
+    handed_out = []
+
+    def report(request: Request) -> None:
+        if request is requests[1] and not handed_out:
+            stats = rig.manager.make_prefix_cache_stats()
+            handed_out.append(stats.counts)
+            stats.requests = 7  # whoever has them may do what they like
+
+    rig.manager.found = 4
+    rig.scheduler.during = report
+    rig.scheduler.schedule(requests, admit=requests[:2])
+    assert handed_out == [NOTHING]
+    assert counts(rig) == (2, 30, 8)
+    assert rig.counted == {"held": 3, "settled": 2, "dropped": 1}
+
+
+def test_a_step_that_raises_counts_nothing_and_the_next_is_right() -> None:
+    rig, requests = make(ALONE), [Request(), Request(num_tokens=200)]
+
+    def fail(request: Request) -> None:
+        if request is requests[1]:
+            raise LookupError("in the step")
+
+    rig.scheduler.during = fail
+    with pytest.raises(LookupError, match="in the step"):
+        rig.scheduler.schedule(requests, admit=requests)
+    assert counts(rig) == NOTHING
+    assert rig.counted == {"held": 2, "settled": 0, "dropped": 2}
+    rig.scheduler.during = lambda _: None
+    rig.scheduler.schedule(requests[1:], admit=requests[1:])
+    assert counts(rig) == (1, 200, 0)
 
 
 # Whose admissions are settled at the end of a step, and whose one by one -------------------------------------------
@@ -587,7 +702,7 @@ def test_an_own_loop_may_allocate_for_a_request_of_its_own_kind(generation: str)
     assert rig.manager.allocate_slots(stranger, 16) is not None
 
 
-@pytest.mark.parametrize("generation", ["record", "record somehow"])
+@pytest.mark.parametrize("generation", ["record", ALONE, "record somehow"])
 @pytest.mark.parametrize("whole_class", [False, True])
 def test_whoever_watches_the_records_sees_each(
     generation: str, whole_class: bool, monkeypatch: pytest.MonkeyPatch

@@ -33,13 +33,13 @@ class Pending(weakref.WeakKeyDictionary[Any, Any]):
     """Lookups that no step's end settles, by request: each request's newest, as long as there is the request.
 
     By the time they are settled a request may be longer than it was, so that all is kept that the lookup would have
-    recorded.
+    recorded. The manager's next step is told to look here first.
     """
 
-    def __init__(self, counters: Any) -> None:
+    def __init__(self, manager: Any, counters: Any) -> None:
         super().__init__()
         self._counters = counters
-        #: Whether anything may be in it: asked at every step, and cheaper than the length.
+        self.manager = weakref.ref(manager) if manager is not None else _nobody
         self.used = False
 
     def __setitem__(self, request: Any, lookup: Any) -> None:
@@ -49,24 +49,33 @@ class Pending(weakref.WeakKeyDictionary[Any, Any]):
         super().__setitem__(request, lookup)
         self._counters.held += 1
         self.used = True
+        manager = self.manager()
+        if manager is not None:
+            manager._kvmend_carries = None
 
     # A manager that is copied or sent elsewhere has no lookup pending there.
     def __reduce__(self) -> tuple[Any, ...]:
         return _elsewhere, ()
 
     def __deepcopy__(self, _: Any) -> Pending:
-        return Pending(self._counters)
+        return Pending(None, self._counters)
 
 
 def _elsewhere() -> Pending:
-    return Pending(SimpleNamespace(held=0))
+    return Pending(None, SimpleNamespace(held=0))
+
+
+def _nobody() -> None:
+    """In the place of a reference to a manager."""
 
 
 def adopt(manager: Any, context: Context, *, by_steps: bool) -> None:
     """Prepares a manager.
 
-    Its `_kvmend_pending` has the lookups of requests that wait for admission; it is None while a step runs whose end
-    settles them, when each request carries its own as `_kvmend_lookup`, and `_kvmend_last` is whose was the last one.
+    Its `_kvmend_pending` has lookups that no step's end settles. While a step runs, `_kvmend_carried` says whether each
+    request carries its lookup, as `_kvmend_lookup`, or lookups count at once, for which see `_whole_steps`; else it is
+    None. `_kvmend_last` is whose was the step's last lookup. `_kvmend_carries` is what `_kvmend_carried` will be in the
+    next step, unless a connector has come; None if that is not known, or something is pending.
 
     Args:
         manager: The manager.
@@ -75,7 +84,8 @@ def adopt(manager: Any, context: Context, *, by_steps: bool) -> None:
             `allocate_slots` that settles the request's lookup, in whatever loop it is called.
     """
     manager._kvmend_by_steps = by_steps
-    manager._kvmend_pending, manager._kvmend_last = Pending(context.counters), None
+    manager._kvmend_pending = Pending(manager, context.counters)
+    manager._kvmend_carries = manager._kvmend_carried = manager._kvmend_last = manager._kvmend_opened = None
     methods = {} if by_steps else {"allocate_slots": _settling_allocate_slots(manager, context.counters)}
     helped_by(context).give(manager, methods)
 
