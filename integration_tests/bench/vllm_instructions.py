@@ -18,7 +18,7 @@ from typing import Any
 from bench import vllm_steps
 from bench.counting import OPTION, Counter, counted, lacking
 from bench.measuring import Report, arguments, compare, finish, row
-from bench.vllm_overhead import LABELS, SIZES, TARGET
+from bench.vllm_overhead import EVERY, LABELS, SIZES, target_of
 
 #: Requests that are counted for one figure; steps at least in decoding, of which every sixteenth allocates blocks.
 _COUNTED, _DECODING_STEPS = 480, 16
@@ -43,11 +43,11 @@ def main() -> int:
     figures = per_request(counted(command, environment))
     report = Report("vllm_instructions")
     for treatment in vllm_steps.TREATMENTS[1:]:
-        for case in vllm_steps.CASES:
+        for case in EVERY:
             for requests in sizes:
                 without, found = figures[case, requests, "without"], figures[case, requests, treatment]
                 label = f"{case}, {requests} requests: {LABELS[treatment]}"
-                target = TARGET if treatment == "with" else None
+                target = target_of(case, treatment)
                 note = f"{found - without:+,.0f}"
                 report.rows.append(row(label, "instructions per request", compare([without], [found]), target, note))
     return finish(report, options.out)
@@ -57,7 +57,7 @@ def per_request(totals: dict[str, int]) -> dict[tuple[str, int, str], float]:
     """Instructions per request and step, by case, number of requests and treatment."""
     figures = {}
     for label, total in totals.items():
-        case, requests, steps, treatment = label.split(" ", 3)
+        case, requests, steps, treatment = label.split("|")
         figures[case, int(requests), treatment] = total / int(requests) / int(steps)
     return figures
 
@@ -71,10 +71,10 @@ def count(counter: Counter, sizes: tuple[int, ...]) -> None:
     vllm_steps.first_scheduler()
     put = vllm_steps.treatments()
     gc.disable()
-    for case in vllm_steps.CASES:
+    for case in EVERY:
         for requests in sizes:
             put("with")  # a manager is met when it is made
-            block = vllm_steps.MAKERS[case](requests)
+            block = vllm_steps.maker(case)(requests)
             put("without")
             steps = max(_DECODING_STEPS if case == "decode" else 1, _COUNTED // requests)
             block(max(4, _WARM_UP // requests))
@@ -86,7 +86,7 @@ def count(counter: Counter, sizes: tuple[int, ...]) -> None:
                     put(treatment)
                     block(max(2, _MEETING // requests))
                     vllm_steps.timed = timed
-                    with counter.part(f"{case} {requests} {steps} {treatment}"):
+                    with counter.part(f"{case}|{requests}|{steps}|{treatment}"):
                         block(steps)
                     os._exit(0)
                 if os.wait()[1]:

@@ -227,12 +227,16 @@ def test_without_valgrind_one_line_says_that_instructions_are_not_counted(
 
 def test_counted_instructions_are_told_per_request_and_step(tmp_path: Path) -> None:
     """Catches figures of another case, and those of the dump at the end, which has no label."""
-    for number, (label, total) in enumerate([("deferred 10 48 without again", 480_000), ("admitted 100 4 with", 800)]):
+    counts = {"deferred|10|48|without again": 480_000, "admitted, smallest prompts|100|4|with": 800}
+    for number, (label, total) in enumerate(counts.items()):
         text = f"desc: Trigger: Client Request: {label}\n\nevents: Ir\nsummary: {total}\nfn=(1)\n1 7\ntotals: {total}\n"
         (tmp_path / f"counts.{number}").write_text(text, encoding="utf-8")
     (tmp_path / "counts").write_text("desc: Trigger: Program termination\n\nsummary: 5\n", encoding="utf-8")
     found = vllm_instructions.per_request(counting.read(tmp_path))
-    assert found == {("deferred", 10, "without again"): 1000.0, ("admitted", 100, "with"): 2.0}
+    assert found == {
+        ("deferred", 10, "without again"): 1000.0,
+        ("admitted, smallest prompts", 100, "with"): 2.0,
+    }
 
 
 def test_pyperf_reads_the_rounds_of_a_benchmark(tmp_path: Path) -> None:

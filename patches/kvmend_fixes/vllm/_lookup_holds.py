@@ -194,14 +194,14 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
             settle_outside(manager, pending, counters, loading)
         carries = plain is None or goes_on(scheduler)
         if pending.manager() is manager:
-            manager._kvmend_carries = carries
+            manager._kvmend_carried_next = carries
         return carries
 
     @functools.wraps(original)
     def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         manager = scheduler.kv_cache_manager
         try:
-            carries = manager._kvmend_carries
+            carries = manager._kvmend_carried_next
         except AttributeError:
             carries = None
         if carries is None and (carries := prepare(scheduler, manager)) is None:

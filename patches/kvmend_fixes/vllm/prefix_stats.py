@@ -28,11 +28,18 @@ stays in the waiting queue, is looked up again at the next step, and is counted 
 thousand steps counts a thousand times."""
 
 HOW = """\
-A lookup counts nothing yet; the request carries what it would have counted. When `schedule()` ends, the requests that
-it has put among the running ones were admitted in this step: each one's newest lookup is counted, once, with vLLM's own
-values. So is that of a request whose KV is being loaded. No other lookup is. Where the record follows from the request
-and from the hits returned (0.11.1 and later) the lookup is made not to record; elsewhere a stand-in takes the place of
-the statistics object while it runs, and keeps what was counted.
+With a KV connector a lookup counts nothing yet; the request carries what it would have counted. When `schedule()` ends,
+the requests that it has put among the running ones were admitted in this step: each one's newest lookup is counted,
+once, with vLLM's own values. So is that of a request whose KV is being loaded. No other lookup is.
+
+Without a connector lookups count as ever, and one that leads to no admission ends the scheduling loop: when
+`schedule()` ends, the last one is taken back unless its request runs. If there were more lookups than that explains,
+somebody's code has looked requests up in the middle of the step: all are taken back, and each admission is counted by
+itself.
+
+Where the record follows from the request and from the hits returned (0.11.1 and later) a lookup that is carried is made
+not to record; elsewhere all are carried, and a stand-in takes the place of the statistics object while a lookup runs,
+and keeps what was counted.
 
 A scheduler with a loop of its own is recognised when it makes its manager: this one manager gets an `allocate_slots`
 that counts the request's lookup when it is given its slots. So does the manager of a model with Mamba layers on
@@ -149,8 +156,8 @@ FIX = Fix(
     ),
     probe=probe,
     counters={
-        "held": "lookups held back",
-        "settled": "lookups counted at admission",
+        "held": "lookups that count only if they lead to an admission",
+        "settled": "lookups counted, for an admission that came of them",
         "dropped": "lookups that led to no admission",
     },
     may_fall=("dropped",),
