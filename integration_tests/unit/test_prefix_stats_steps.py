@@ -442,11 +442,45 @@ def test_a_request_that_may_not_read_the_cache_does_not_hide_a_lookup_that_led_t
     assert counts(rig) == (1, 200, 0)
 
 
-def test_a_session_that_runs_again_does_not_hide_a_lookup_that_led_to_nothing() -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_a_session_that_runs_again_does_not_hide_a_lookup_that_led_to_nothing(last: bool) -> None:
     rig, session, waits = make(ALONE), Request(num_computed_tokens=64), Request(num_tokens=200)
-    rig.scheduler.schedule([session, waits], admit=[session])
+    rig.scheduler.schedule([waits, session] if last else [session, waits], admit=[session])
     assert counts(rig) == NOTHING
     assert rig.counted == {"held": 1, "settled": 0, "dropped": 1}
+
+
+def test_an_admission_counts_though_a_session_runs_again_after_it() -> None:
+    """Catches who is taken for one that waits because it is not the last of those that run."""
+    rig, first, new = make(ALONE), Request(), Request(num_tokens=200)
+    rig.scheduler.schedule([first], admit=[first])
+    session = Request(num_computed_tokens=64)
+    rig.scheduler.schedule([new, session], admit=[new, session])
+    assert counts(rig) == (2, 300, 0)
+
+
+@pytest.mark.parametrize("name", ["enable_chunked_prefill", "chunked_prefill_enabled"])
+def test_a_loop_that_goes_on_after_a_refusal_counts_its_admissions(name: str) -> None:
+    """As that of 0.11.1 with chunked prefill off, where a prompt beyond the budget is passed over."""
+    rig, silent = make(ALONE), Request(skip_reading_prefix_cache=True)
+    rig.scheduler.scheduler_config = SimpleNamespace(**{name: False})
+    refused, admitted = Request(num_tokens=200), Request(num_tokens=20)
+    rig.manager.found = 4
+    rig.scheduler.schedule([refused, admitted, silent], admit=[admitted, silent])
+    assert counts(rig) == (1, 20, 4)
+
+
+@pytest.mark.parametrize("generation", ["record", ALONE, "record somehow"])
+def test_statistics_that_somebody_switches_off_for_good_stay_off(generation: str) -> None:
+    rig = make(generation)
+    rig.scheduler.schedule([Request()])
+    before = rig.counted["settled"]
+    rig.manager.log_stats, rig.manager.prefix_cache_stats = False, None
+    request = Request()
+    rig.scheduler.schedule([request])
+    rig.scheduler.schedule([request], admit=[request])
+    assert rig.manager.log_stats is False
+    assert rig.counted["settled"] == before
 
 
 def test_probes_in_the_middle_of_a_step_are_taken_back_and_admissions_keep_their_own_hits() -> None:

@@ -9,6 +9,8 @@ import pytest
 import vllm_release
 from runs import Miscounted, Run, prompt
 
+from kvmend_fixes.proofs import _vllm_rig as rig
+
 MakeRun = Callable[..., Run]
 schedulers = pytest.mark.parametrize("scheduler_class", vllm_release.SCHEDULERS.values(), ids=vllm_release.SCHEDULERS)
 
@@ -22,6 +24,28 @@ def test_a_request_that_is_admitted_at_once_counts_its_tokens_and_hits_once(run:
     cache.add("second", prompt(100))
     cache.finish()
     cache.must_have_counted(2, 200, 96)
+
+
+@schedulers
+def test_an_admission_counts_though_a_streaming_session_goes_on_after_it(run: MakeRun, scheduler_class: Any) -> None:
+    """Catches a lookup that is taken back because its request is not the last one that was admitted."""
+    vllm_release.need("streaming sessions")
+    cache = run(scheduler_class=scheduler_class)
+
+    def chunk(token_ids: list[int]) -> Any:
+        request = rig.make_request(cache.scheduler, "session", token_ids, max_tokens=1)
+        request.resumable = True
+        return request
+
+    cache.requests["session"] = chunk(prompt(100))
+    cache.scheduler.add_request(cache.requests["session"])
+    planned = cache.scheduler.schedule()
+    cache.add("other", prompt(60, seed=1), max_tokens=4)
+    cache.scheduler.add_request(chunk(prompt(40, seed=2)))
+    cache.take(rig.finish_step(cache.scheduler, planned))
+    step = cache.step()
+    assert step.scheduled.keys() == {"other", "session"}
+    cache.must_have_counted(2, 160, 0)
 
 
 @pytest.mark.shows_fault

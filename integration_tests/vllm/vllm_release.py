@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import Request
 
 from kvmend_fixes.proofs import _vllm_rig as rig
 
@@ -70,6 +71,7 @@ LACKS = {
         "asynchronous loads for hybrid models": HYBRID_LOADS,
         "prompts that are kept whole": WHOLE_PROMPTS,
         "aborts of waiting requests beside a connector": ABORTS_WAITING,
+        "streaming sessions": "resumable" in inspect.signature(Request.__init__).parameters,
     }.items()
     if not there
 }

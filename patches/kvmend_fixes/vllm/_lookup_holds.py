@@ -97,14 +97,14 @@ def _known(
         except AttributeError:  # a manager that was made before the fix came, or a request of somebody's own kind
             carried = None
         if carried:
-            manager.log_stats = False
+            logs, manager.log_stats = manager.log_stats, False
             try:
                 found = look(manager, request)
             finally:
-                manager.log_stats = True
+                manager.log_stats = logs
             try:
                 status = request.status
-                if (status is waiting or status is preempted) and not request.skip_reading_prefix_cache:
+                if logs and (status is waiting or status is preempted) and not request.skip_reading_prefix_cache:
                     # As `keep_in_step` does.
                     before = manager._kvmend_last
                     if before is not None and before.status is loading:
@@ -209,7 +209,8 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
         # A connector may have come since.
         manager._kvmend_carried = carries or scheduler.connector is not None
         running = scheduler.running
-        last = running[-1] if running else None
+        before = len(running)
+        last = running[-1] if before else None
         try:
             # Without arguments, as it is nearly always called, by the cheaper way of calling.
             output = original(scheduler, *args, **kwargs) if args or kwargs else original(scheduler)
@@ -221,7 +222,7 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
         if not carried:
             if looked_up is not None:
                 manager._kvmend_last = None
-                close_step(manager, looked_up, scheduler.running, last, output, counters)
+                close_step(manager, looked_up, scheduler.running, last, before, output, counters)
             return output
         manager._kvmend_last = None
         running = scheduler.running

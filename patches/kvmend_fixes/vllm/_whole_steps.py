@@ -19,18 +19,22 @@ _COUNTS = ("requests", "queries", "hits", "preempted_requests", "preempted_queri
 _NONE = (0,) * len(_COUNTS)
 _counts_of: Callable[[Any], tuple[int, ...]] = operator.attrgetter(*_COUNTS)
 #: In the place of the last request when none has been looked up in a step yet.
-_NOBODY = SimpleNamespace(skip_reading_prefix_cache=True)
+_NOBODY = SimpleNamespace(num_computed_tokens=1, skip_reading_prefix_cache=True)
 
 #: Statistics at the first lookup of a step, None if they have been handed out since, and their values before it.
 Opened = tuple[Any, tuple[int, ...]]
 
 
 def goes_on(scheduler: Any) -> bool:
-    """Whether a scheduler's loop goes on after a lookup that led to nothing.
+    """Whether a scheduler's loop may go on after a lookup that led to nothing.
 
-    It does with a connector, for KV or for what encoders made; what has no such attribute is not known.
+    It does with a connector, for KV or for what encoders made; what has no such attribute is not known. Without chunked
+    prefill 0.11.1 and 0.11.2 pass over a prompt that is longer than what is left of the step's budget.
     """
-    return (getattr(scheduler, "connector", scheduler) or getattr(scheduler, "ec_connector", None)) is not None
+    if (getattr(scheduler, "connector", scheduler) or getattr(scheduler, "ec_connector", None)) is not None:
+        return True
+    config = getattr(scheduler, "scheduler_config", None)
+    return not all(getattr(config, name, True) for name in ("enable_chunked_prefill", "chunked_prefill_enabled"))
 
 
 def open_step(manager: Any, plain: Any) -> bool:
@@ -44,7 +48,8 @@ def open_step(manager: Any, plain: Any) -> bool:
     if getattr(type(stats), "record", None) is not plain:
         manager._kvmend_carried = True
         return False
-    manager._kvmend_opened = stats, _counts_of(stats)
+    counted = stats.requests or stats.preempted_requests
+    manager._kvmend_opened = stats, _counts_of(stats) if counted else _NONE
     manager._kvmend_last = _NOBODY
     return True
 
@@ -56,14 +61,14 @@ def report_in_step(manager: Any, counters: Counters) -> None:
 
 
 def abandon_step(manager: Any, counters: Counters) -> None:
-    """A step has raised: nothing of it counts."""
+    """A step has raised: nothing of it counts, but what requests carry and are admitted for in a later one."""
     opened, manager._kvmend_opened = manager._kvmend_opened, None
     manager._kvmend_carried = manager._kvmend_last = None
     if opened is not None:
         _take_all_back(opened, counters)
 
 
-def close_step(manager: Any, looked_up: Any, running: Any, last: Any, output: Any, counters: Counters) -> None:
+def close_step(manager: Any, looked_up: Any, running: Any, last: Any, before: int, output: Any, counters: Any) -> None:
     """Takes back what led to no admission in a step that has ended.
 
     Args:
@@ -71,28 +76,36 @@ def close_step(manager: Any, looked_up: Any, running: Any, last: Any, output: An
         looked_up: Whose lookup was the step's last.
         running: The scheduler's running requests; those admitted last are at the end.
         last: The last of them before the step, or None.
+        before: How many of them there were before the step.
         output: What the step scheduled.
         counters: Those of the fix.
     """
     opened, manager._kvmend_opened = manager._kvmend_opened, None
-    stats, before = opened
+    stats, counts = opened
     if stats is None or stats is not manager.prefix_cache_stats:
         _recount(manager, opened, _after(last, running), output, counters)
         return
-    made = stats.requests - before[0] + stats.preempted_requests - before[3]
-    pending = not (running and running[-1] is looked_up) and not looked_up.skip_reading_prefix_cache and made > 0
-    settled = made - pending
-    place = len(running) - settled - 1
-    if not (running[place] is last if place >= 0 else place == -1 and last is None):
-        # Fewer than were admitted is well: some run again without a lookup.
+    made = stats.requests + stats.preempted_requests
+    if counts is not _NONE:
+        made -= counts[0] + counts[3]
+    # Who was admitted has tokens computed when the step ends.
+    waits = made and not looked_up.num_computed_tokens and not looked_up.skip_reading_prefix_cache
+    settled = made - 1 if waits else made
+    if settled != len(running) - before:
         admitted = _after(last, running)
-        if settled > len(admitted):
+        # Fewer is well: sessions run again without a lookup.
+        if settled > sum(not request.skip_reading_prefix_cache for request in admitted):
             _recount(manager, opened, admitted, output, counters)
             return
     counters.held += made
     counters.settled += settled
-    if pending:
+    if waits:
         _take_back(stats, looked_up, manager._kvmend_hits)
+
+
+def _after(last: Any, running: Any) -> list[Any]:
+    """The running requests after one, or all."""
+    return list(takewhile(lambda request: request is not last, reversed(running)))[::-1]
 
 
 def _take_all_back(opened: Opened, counters: Counters) -> None:
@@ -101,11 +114,6 @@ def _take_all_back(opened: Opened, counters: Counters) -> None:
         counters.held += stats.requests - before[0] + stats.preempted_requests - before[3]
         for name, value in zip(_COUNTS, before, strict=True):
             setattr(stats, name, value)
-
-
-def _after(last: Any, running: Any) -> list[Any]:
-    """The running requests after one, or all."""
-    return list(takewhile(lambda request: request is not last, reversed(running)))[::-1]
 
 
 def _take_back(stats: Any, request: Any, hits: int) -> None:
@@ -127,8 +135,9 @@ def _recount(manager: Any, opened: Opened, admitted: list[Any], output: Any, cou
         return
     if stats is not opened[0]:  # these are new
         _take_all_back((stats, _NONE), counters)
+    scheduled = getattr(output, "num_scheduled_tokens", {})
     for request in admitted:
         if not request.skip_reading_prefix_cache:
-            hits = request.num_computed_tokens - output.num_scheduled_tokens.get(request.request_id, 0)
+            hits = request.num_computed_tokens - scheduled.get(request.request_id, 0)
             stats.record(request.num_tokens, hits, request.num_preemptions > 0)
             counters.settled += 1
