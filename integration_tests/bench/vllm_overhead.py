@@ -3,7 +3,9 @@
 Run as `python -m bench.vllm_overhead [--out FOLDER] [--native PYTHON] [--rounds FILE]` in `integration_tests`, with an
 interpreter that has an affected vLLM; `PYTHON` is one that has vLLM 0.27 or later, and `FILE` gets every round, for
 pyperf to look at. Only ratios mean anything: there is no model, so that a step here is all scheduler. Each case is
-measured in several sets of fresh processes, with and without in turns; see `vllm_steps` for the cases. Prompts have
+measured in many sets of fresh processes, two without kvmend and two with it, in turns; see `vllm_steps` for the cases.
+Two processes of the same differ by a per cent or two in how their memory happens to lie: a set compares the mean of the
+two with that of the other two, and one of those without against the other shows how far they lie apart. Prompts have
 1,025 tokens, half of which are found in the cache, as nine in ten of a production trace have more than 981. What kvmend
 adds does not depend on them: rows with the smallest prompts, 33 tokens, have no target, and show the most it can be.
 """
@@ -16,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
 from bench.measuring import Ratio, Report, arguments, compare, finish, pooled, row
 from bench.rounds import write_rounds
-from bench.vllm_steps import CASES, SMALLEST, TREATMENTS, Order
+from bench.vllm_steps import CASES, SMALLEST, Order
 
 TARGET = 1.01
 SIZES = (10, 100, 1000)
@@ -33,15 +36,16 @@ LABELS = {
     "without again": "nothing, measured a second time",
     "native": "a release that is natively fixed",
 }
+#: What is in place in the processes of a set, beside the natively fixed release.
+_TREATMENTS = ("without", "without again", "with", "with again")
 #: Requests in a block: so many that it takes milliseconds, and so few that a pair was taken within a moment. A busy
 #: machine changes its pace within tens of milliseconds, so many small pairs say more than a few large ones.
 _BLOCK = {"deferred": 300, "admitted": 20, "decode": 300}
-#: Sets of processes, and seconds for a case in a set. Two processes of the same differ by a per cent in how their
-#: memory happens to lie, so that many short sets say more than a few long ones. An admission takes four times as long
-#: outside the clock as inside.
-_SETS = 9
-_SECONDS = {"deferred": 5.0, "admitted": 7.0, "decode": 5.0}
-_LEAST_ROUNDS = 10
+#: Sets of processes, and seconds for a case in a set. As processes of the same differ, many short sets say more than a
+#: few long ones. An admission takes four times as long outside the clock as inside.
+_SETS = 16
+_SECONDS = {"deferred": 3.0, "admitted": 4.0, "decode": 3.0}
+_LEAST_ROUNDS = 4
 
 
 class Fleet:
@@ -50,11 +54,13 @@ class Fleet:
     Args:
         pythons: Name to interpreter, one process each.
         folder: For the sockets.
+        core: The one that they and what they fork take in turns: two cores of a machine are seldom equally busy.
     """
 
-    def __init__(self, pythons: dict[str, str], folder: str) -> None:
-        self._listeners = {name: Listener(str(Path(folder) / name)) for name in pythons}
-        self._processes = [_start(python, self._listeners[name].address) for name, python in pythons.items()]
+    def __init__(self, pythons: dict[str, str], folder: Path, core: int) -> None:
+        folder.mkdir()
+        self._listeners = {name: Listener(str(folder / name)) for name in pythons}
+        self._processes = [_start(python, self._listeners[name].address, core) for name, python in pythons.items()]
         self.hosts = {name: listener.accept() for name, listener in self._listeners.items()}
 
     def end(self) -> None:
@@ -76,10 +82,10 @@ class Fleet:
         return child
 
 
-def _start(python: str, address: Any) -> subprocess.Popen[bytes]:
+def _start(python: str, address: Any, core: int) -> subprocess.Popen[bytes]:
     here = Path(__file__).resolve().parents[1]
     environment = os.environ | {"PYTHONPATH": str(here), "KVMEND": "0", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([python, "-m", "bench.vllm_steps", address], env=environment)
+    return subprocess.Popen([python, "-m", "bench.vllm_steps", address, str(core)], env=environment)
 
 
 def measured(fleet: Fleet, case: str, requests: int, seconds: float) -> dict[str, list[float]]:
@@ -89,16 +95,16 @@ def measured(fleet: Fleet, case: str, requests: int, seconds: float) -> dict[str
         fleet: Where to fork them.
         case: As in `Order`.
         requests: As in `Order`.
-        seconds: How long to go on; ten rounds at least, each a block of every treatment.
+        seconds: How long to go on; some rounds at least, each a block of every treatment.
     """
-    turns = [("affected", treatment) for treatment in TREATMENTS]
+    turns = [("affected", treatment) for treatment in _TREATMENTS]
     turns += [("native", "without")] if "native" in fleet.hosts else []
     chance = random.Random()
     children = {turn: fleet.child(turn[0], Order(case, requests, turn[1])) for turn in chance.sample(turns, len(turns))}
     figures: dict[str, list[float]] = {_name(*turn): [] for turn in turns}
     steps = max(1, _BLOCK[case.removesuffix(SMALLEST)] // requests)
     end = time.monotonic() + seconds
-    number = -3
+    number = -2
     while (number := number + 1) < _LEAST_ROUNDS or time.monotonic() < end:
         # By chance: what a block leaves in the processor's caches, the next one has.
         for turn in chance.sample(turns, len(turns)):
@@ -110,6 +116,21 @@ def measured(fleet: Fleet, case: str, requests: int, seconds: float) -> dict[str
         child.send(None)
         child.close()
     return figures
+
+
+def ratios(figures: dict[str, list[float]]) -> dict[str, Ratio]:
+    """What a set says, in microseconds: each treatment to those without, and those without to each other."""
+    micro = {name: [each * 1e6 for each in found] for name, found in figures.items()}
+    without = _means(micro["without"], micro["without again"])
+    found = {
+        "with": compare(without, _means(micro["with"], micro["with again"])),
+        "without again": compare(micro["without"], micro["without again"]),
+    }
+    return found | ({"native": compare(without, micro["native"])} if "native" in micro else {})
+
+
+def _means(one: list[float], other: list[float]) -> list[float]:
+    return [sum(pair) / 2 for pair in zip(one, other, strict=True)]
 
 
 def target_of(case: str, treatment: str) -> float | None:
@@ -135,24 +156,28 @@ def main() -> int:
     cases = [(case, number) for case in options.case or EVERY for number in options.requests or SIZES]
     runs: dict[tuple[str, int, str], list[Ratio]] = {}
     rounds: dict[str, list[list[float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvmend-bench-") as folder:
-        fleet = Fleet(pythons, folder)
-        for number in range(sets):
-            print(f"  set {number + 1} of {sets}", file=sys.stderr, flush=True)
+    cores = sorted(os.sched_getaffinity(0))[-sets:]
+
+    def take(core: int) -> None:
+        """Every so manyth set, on a core of its own."""
+        fleet = Fleet(pythons, Path(folder) / str(core), core)
+        for number in range(cores.index(core), sets, len(cores)):
             for case, requests in cases:
-                print(f"    {case}, {requests} requests", file=sys.stderr, flush=True)
+                print(f"  set {number + 1} of {sets}: {case}, {requests} requests", file=sys.stderr, flush=True)
                 figures = measured(fleet, case, requests, share * _SECONDS[case.removesuffix(SMALLEST)])
                 for name, found in figures.items():
                     rounds.setdefault(f"{case}, {requests} requests: {name}", []).append(found)
-                without = [each * 1e6 for each in figures.pop("without")]
-                for name, found in figures.items():
-                    ratio = compare(without, [each * 1e6 for each in found])
+                for name, ratio in ratios(figures).items():
                     runs.setdefault((case, requests, name), []).append(ratio)
         fleet.end()
+
+    with tempfile.TemporaryDirectory(prefix="kvmend-bench-") as folder, ThreadPoolExecutor() as threads:
+        for _ in threads.map(take, cores):
+            pass
     if options.rounds:
         write_rounds(options.rounds, rounds)
     report = Report("vllm_overhead")
-    for name in dict.fromkeys(name for _, _, name in runs):
+    for name in [each for each in LABELS if (*cases[0], each) in runs]:
         for case, requests in cases:
             ratio = pooled(runs[case, requests, name])
             # From the ratio: medians of either side lie further apart than pairs do on a busy machine.

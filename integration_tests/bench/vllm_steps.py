@@ -1,9 +1,8 @@
 """The worker side of `vllm_overhead`: real scheduling steps of the installed vLLM, timed in a forked child.
 
-Run by `vllm_overhead` as `python -m bench.vllm_steps SOCKET`. The process imports vLLM once and forks a child for each
-`Order` it is sent. A child answers each message, a number of steps, with the CPU seconds of a scheduling step, as the
-mean of those steps. As in a server, what is in place never changes in it; children of one process are so much alike
-that two with the same in place seldom differ by a per cent.
+Run by `vllm_overhead` as `python -m bench.vllm_steps SOCKET CORE`. The process imports vLLM once and forks a child for
+each `Order` it is sent. A child answers each message, a number of steps, with the CPU seconds of a scheduling step, as
+the mean of those steps. As in a server, what is in place never changes in it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ SMALLEST = ", smallest prompts"
 #: have more than 981. Nothing that a fix does depends on them, so that the smallest ones show it best.
 _PROMPT, _SMALLEST_PROMPT = (1025, 512), (33, 16)
 #: Requests that a child serves before it is asked: CPython specialises its code for what is in place.
-_MEETING = 2000
-#: "without" kvmend, "with" it, and "without again", which shows how far two measurements of the same lie apart.
+_MEETING = 1000
+#: "without" kvmend, "with" it, and "without again", which shows how far two measurements of the same lie apart; "with
+#: again" is known too.
 TREATMENTS = ("without", "with", "without again")
 
 
@@ -52,8 +52,7 @@ class Order:
 
 def main() -> None:
     """Forks a child for each order that comes in."""
-    # All on one core, which they take in turns: two cores of a machine are seldom equally busy.
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.sched_setaffinity(0, {int(sys.argv[2])})
     first_scheduler()
     gc.collect()
     gc.freeze()
@@ -107,10 +106,11 @@ def treatments() -> Callable[[str], None]:
     without = [vars(owner).get(name) for owner, name in places]
     if outcome not in ("applied", "already_fixed"):
         raise RuntimeError(f"vllm-prefix-stats is {outcome}")
-    functions = {"without": without, "with": with_, "without again": without}
+    functions = {"without": without, "with": with_}
 
     def put(treatment: str) -> None:
-        for (owner, name), function, now in zip(places, functions[treatment], without, strict=True):
+        in_place = functions[treatment.removesuffix(" again")]
+        for (owner, name), function, now in zip(places, in_place, without, strict=True):
             if now is not None:
                 setattr(owner, name, function)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import counting, document, plots, rounds, traces, vllm_instructions
+from bench import counting, document, plots, rounds, traces, vllm_instructions, vllm_overhead
 from support.interpreter import ROOT
 
 BENCH = ROOT / "integration_tests" / "bench"
@@ -252,3 +252,19 @@ def test_without_pyperf_the_file_that_was_asked_for_is_named(tmp_path: Path, mon
     with pytest.raises(SystemExit, match=r"rounds\.json cannot be written: pyperf is not installed"):
         rounds.write_rounds(tmp_path / "rounds.json", {"decode: with": [[0.25]]})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_set_compares_the_mean_of_two_processes_with_that_of_two_others() -> None:
+    figures = {
+        "without": [1e-6, 3e-6],
+        "without again": [3e-6, 5e-6],
+        "with": [2e-6, 6e-6],
+        "with again": [4e-6, 6e-6],
+        "native": [4e-6, 4e-6],
+    }
+    found = vllm_overhead.ratios(figures)
+    assert found["with"].median == pytest.approx((3 / 2 + 6 / 4) / 2)
+    assert found["without again"].median == pytest.approx((3 / 1 + 5 / 3) / 2)
+    assert found["native"].median == pytest.approx((4 / 2 + 4 / 4) / 2)
+    assert found["with"].without == pytest.approx(3)
+    assert "native" not in vllm_overhead.ratios({name: each for name, each in figures.items() if name != "native"})

@@ -49,7 +49,7 @@ def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[...,
                 return
             if not hasattr(manager, "_kvmend_pending"):
                 meet_late(manager, context, scheduler_above(sys._getframe(1)))
-            if manager._kvmend_carried is None:
+            if manager._kvmend_step is None:
                 manager._kvmend_pending[request] = lookup
             else:
                 keep_in_step(manager, request, lookup)
@@ -93,10 +93,10 @@ def _known(
 
     def get_computed_blocks(manager: Any, request: Any) -> Any:
         try:
-            carried = None if request.num_computed_tokens else manager._kvmend_carried
+            step = None if request.num_computed_tokens else manager._kvmend_step
         except AttributeError:  # a manager that was made before the fix came, or a request of somebody's own kind
-            carried = None
-        if carried:
+            step = None
+        if step is True:
             logs, manager.log_stats = manager.log_stats, False
             try:
                 found = look(manager, request)
@@ -115,8 +115,8 @@ def _known(
             except (AttributeError, IndexError):
                 pass  # a request of somebody's own kind
             return found
-        if carried is False:
-            if manager._kvmend_last is None and not open_step(manager, plain):
+        if step is not None:
+            if manager._kvmend_last is None and not open_step(manager, step, plain):
                 return get_computed_blocks(manager, request)
             found = look(manager, request)
             manager._kvmend_last = request
@@ -194,35 +194,36 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
             settle_outside(manager, pending, counters, loading)
         carries = plain is None or goes_on(scheduler)
         if pending.manager() is manager:
-            manager._kvmend_carried_next = carries
+            manager._kvmend_carries = carries
         return carries
 
     @functools.wraps(original)
     def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         manager = scheduler.kv_cache_manager
         try:
-            carries = manager._kvmend_carried_next
+            carries = manager._kvmend_carries
         except AttributeError:
             carries = None
         if carries is None and (carries := prepare(scheduler, manager)) is None:
             return original(scheduler, *args, **kwargs)
-        # A connector may have come since.
-        manager._kvmend_carried = carries or scheduler.connector is not None
-        running = scheduler.running
-        before = len(running)
-        last = running[-1] if before else None
+        last = None
+        if carries:
+            running = scheduler.running
+            last = running[-1] if running else None
+            manager._kvmend_step = True
+        else:
+            manager._kvmend_step = scheduler
         try:
             # Without arguments, as it is nearly always called, by the cheaper way of calling.
             output = original(scheduler, *args, **kwargs) if args or kwargs else original(scheduler)
         except BaseException:
             abandon_step(manager, counters)
             raise
-        carried, manager._kvmend_carried = manager._kvmend_carried, None
+        step, manager._kvmend_step = manager._kvmend_step, None
         looked_up = manager._kvmend_last
-        if not carried:
+        if step is not True:
             if looked_up is not None:
-                manager._kvmend_last = None
-                close_step(manager, looked_up, scheduler.running, last, before, output, counters)
+                close_step(manager, looked_up, scheduler.running, output, counters)
             return output
         manager._kvmend_last = None
         running = scheduler.running

@@ -51,7 +51,7 @@ class Pending(weakref.WeakKeyDictionary[Any, Any]):
         self.used = True
         manager = self.manager()
         if manager is not None:
-            manager._kvmend_carried_next = None
+            manager._kvmend_carries = None
 
     # A manager that is copied or sent elsewhere has no lookup pending there.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,10 +72,10 @@ def _nobody() -> None:
 def adopt(manager: Any, context: Context, *, by_steps: bool) -> None:
     """Prepares a manager.
 
-    Its `_kvmend_pending` has lookups that no step's end settles. While a step runs, `_kvmend_carried` says whether each
-    request carries its lookup, as `_kvmend_lookup`, or lookups count at once, for which see `_whole_steps`; else it is
-    None. `_kvmend_last` is whose was the step's last lookup. `_kvmend_carried_next` is for the next step, unless a
-    connector has come; it is None if that is not known, or something is pending.
+    Its `_kvmend_pending` has lookups that no step's end settles. While a step runs, `_kvmend_step` is True if each
+    request carries its lookup, as `_kvmend_lookup`, and the scheduler if lookups count at once, for which see
+    `_whole_steps`; else it is None. `_kvmend_last` is whose was the step's last lookup. `_kvmend_carries` says whether
+    requests carry their lookups in the next step; it is None if that is not known, or something is pending.
 
     Args:
         manager: The manager.
@@ -85,7 +85,7 @@ def adopt(manager: Any, context: Context, *, by_steps: bool) -> None:
     """
     manager._kvmend_by_steps = by_steps
     manager._kvmend_pending = Pending(manager, context.counters)
-    manager._kvmend_carried_next = manager._kvmend_carried = manager._kvmend_last = manager._kvmend_opened = None
+    manager._kvmend_carries = manager._kvmend_step = manager._kvmend_last = manager._kvmend_opened = None
     methods = {} if by_steps else {"allocate_slots": _settling_allocate_slots(manager, context.counters)}
     helped_by(context).give(manager, methods)
 

@@ -21,8 +21,9 @@ _counts_of: Callable[[Any], tuple[int, ...]] = operator.attrgetter(*_COUNTS)
 #: In the place of the last request when none has been looked up in a step yet.
 _NOBODY = SimpleNamespace(num_computed_tokens=1, skip_reading_prefix_cache=True)
 
-#: Statistics at the first lookup of a step, None if they have been handed out since, and their values before it.
-Opened = tuple[Any, tuple[int, ...]]
+#: Statistics at the first lookup of a step, None if they have been handed out since, and their values before it; then
+#: how many requests were running, and the last of them or None.
+Opened = tuple[Any, tuple[int, ...], int, Any]
 
 
 def goes_on(scheduler: Any) -> bool:
@@ -37,53 +38,58 @@ def goes_on(scheduler: Any) -> bool:
     return not all(getattr(config, name, True) for name in ("enable_chunked_prefill", "chunked_prefill_enabled"))
 
 
-def open_step(manager: Any, plain: Any) -> bool:
+def open_step(manager: Any, scheduler: Any, plain: Any) -> bool:
     """The first lookup of a step is about to be made; whether it and the others may count at once.
+
+    Nothing has been admitted yet, and steps without a lookup, which are most, need not look at what is running.
 
     Args:
         manager: The manager.
+        scheduler: Whose step it is.
         plain: The statistics' own `record`; another one would see lookups that do not count.
     """
     stats = manager.prefix_cache_stats
-    if getattr(type(stats), "record", None) is not plain:
-        manager._kvmend_carried = True
+    # A connector may have come since the step before.
+    if scheduler.connector is not None or getattr(type(stats), "record", None) is not plain:
+        manager._kvmend_step = True
         return False
     counted = stats.requests or stats.preempted_requests
-    manager._kvmend_opened = stats, _counts_of(stats) if counted else _NONE
+    running = scheduler.running
+    last = running[-1] if running else None
+    manager._kvmend_opened = stats, _counts_of(stats) if counted else _NONE, len(running), last
     manager._kvmend_last = _NOBODY
     return True
 
 
 def report_in_step(manager: Any, counters: Counters) -> None:
     """The statistics are about to be handed out in the middle of a step, whose admissions count when it ends."""
-    opened, manager._kvmend_opened = manager._kvmend_opened, (None, _NONE)
-    _take_all_back(opened, counters)
+    stats, before, running, last = manager._kvmend_opened
+    manager._kvmend_opened = None, _NONE, running, last
+    _take_all_back(stats, before, counters)
 
 
 def abandon_step(manager: Any, counters: Counters) -> None:
     """A step has raised: nothing of it counts, but what requests carry and are admitted for in a later one."""
     opened, manager._kvmend_opened = manager._kvmend_opened, None
-    manager._kvmend_carried = manager._kvmend_last = None
+    manager._kvmend_step = manager._kvmend_last = None
     if opened is not None:
-        _take_all_back(opened, counters)
+        _take_all_back(opened[0], opened[1], counters)
 
 
-def close_step(manager: Any, looked_up: Any, running: Any, last: Any, before: int, output: Any, counters: Any) -> None:
+def close_step(manager: Any, looked_up: Any, running: Any, output: Any, counters: Any) -> None:
     """Takes back what led to no admission in a step that has ended.
 
     Args:
         manager: The manager.
         looked_up: Whose lookup was the step's last.
         running: The scheduler's running requests; those admitted last are at the end.
-        last: The last of them before the step, or None.
-        before: How many of them there were before the step.
         output: What the step scheduled.
         counters: Those of the fix.
     """
-    opened, manager._kvmend_opened = manager._kvmend_opened, None
-    stats, counts = opened
+    stats, counts, before, last = manager._kvmend_opened
+    manager._kvmend_opened = manager._kvmend_last = None
     if stats is None or stats is not manager.prefix_cache_stats:
-        _recount(manager, opened, _after(last, running), output, counters)
+        _recount(manager, stats, counts, _after(last, running), output, counters)
         return
     made = stats.requests + stats.preempted_requests
     if counts is not _NONE:
@@ -95,7 +101,7 @@ def close_step(manager: Any, looked_up: Any, running: Any, last: Any, before: in
         admitted = _after(last, running)
         # Fewer is well: sessions run again without a lookup.
         if settled > sum(not request.skip_reading_prefix_cache for request in admitted):
-            _recount(manager, opened, admitted, output, counters)
+            _recount(manager, stats, counts, admitted, output, counters)
             return
     counters.held += made
     counters.settled += settled
@@ -108,8 +114,7 @@ def _after(last: Any, running: Any) -> list[Any]:
     return list(takewhile(lambda request: request is not last, reversed(running)))[::-1]
 
 
-def _take_all_back(opened: Opened, counters: Counters) -> None:
-    stats, before = opened
+def _take_all_back(stats: Any, before: tuple[int, ...], counters: Counters) -> None:
     if stats is not None:
         counters.held += stats.requests - before[0] + stats.preempted_requests - before[3]
         for name, value in zip(_COUNTS, before, strict=True):
@@ -127,14 +132,16 @@ def _take_back(stats: Any, request: Any, hits: int) -> None:
         stats.hits -= hits
 
 
-def _recount(manager: Any, opened: Opened, admitted: list[Any], output: Any, counters: Counters) -> None:
+def _recount(
+    manager: Any, opened: Any, before: tuple[int, ...], admitted: list[Any], output: Any, counters: Counters
+) -> None:
     """Counts each admission, from what was computed of it before its step, and nothing else."""
-    _take_all_back(opened, counters)
+    _take_all_back(opened, before, counters)
     stats = manager.prefix_cache_stats
     if stats is None:
         return
-    if stats is not opened[0]:  # these are new
-        _take_all_back((stats, _NONE), counters)
+    if stats is not opened:  # these are new
+        _take_all_back(stats, _NONE, counters)
     scheduled = getattr(output, "num_scheduled_tokens", {})
     for request in admitted:
         if not request.skip_reading_prefix_cache:
