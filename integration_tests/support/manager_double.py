@@ -213,17 +213,22 @@ def make_rig(
     )
     for method, wrap in (beneath or {}).items():
         setattr(KVCacheManager, method, wrap(vars(KVCacheManager)[method]))
-    modules = {
-        "vllm.v1.request": SimpleNamespace(RequestStatus=RequestStatus),
-        "vllm.v1.metrics.stats": SimpleNamespace(PrefixCacheStats=Stats),
-    }
-    with mock.patch.dict(sys.modules, modules):
+    with stand_ins():
         for site in FIX.sites_for("1", features):
             holder, _, name = site.qualname.partition(".")
             setattr(holders[holder], name, site.wrap(vars(holders[holder])[name], context))
     made = scheduler(upstream, KVCacheManager) if scheduler else None
     manager = made.kv_cache_manager if scheduler else KVCacheManager()
     return Rig(manager=manager, counters=context.counters, generation=generation, scheduler=made)
+
+
+def stand_ins() -> Any:
+    """What the fix imports from vLLM is that of the doubles, while this context manager is entered."""
+    modules = {
+        "vllm.v1.request": SimpleNamespace(RequestStatus=RequestStatus),
+        "vllm.v1.metrics.stats": SimpleNamespace(PrefixCacheStats=Stats),
+    }
+    return mock.patch.dict(sys.modules, modules)
 
 
 def forget(manager: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import random
 import weakref
 from collections.abc import Sequence
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvmend_fixes.vllm._lookup_holds import ends_steps
-from support.manager_double import ALONE, Request, RequestStatus, Rig, Stats, forget, make_rig
+from kvmend.api import Context, Counters
+from kvmend_fixes.vllm._lookup_holds import ends_steps, settle_step
+from kvmend_fixes.vllm._settling import adopt
+from kvmend_fixes.vllm.prefix_stats import FIX
+from support.manager_double import ALONE, Request, RequestStatus, Rig, Stats, forget, make_rig, stand_ins
 
 CONNECTED = pytest.mark.parametrize("generation", ["in place", "record", "record somehow"])
 EVERY = pytest.mark.parametrize("generation", ["in place", "record", ALONE, "record somehow"])
@@ -535,6 +539,71 @@ def test_a_step_that_raises_counts_nothing_and_the_next_is_right() -> None:
     rig.scheduler.during = lambda _: None
     rig.scheduler.schedule(requests[1:], admit=requests[1:])
     assert counts(rig) == (1, 200, 0)
+
+
+def stepping(original: Any, by_steps: bool) -> tuple[Any, Any]:
+    """A scheduler, and the wrapper over a `schedule()` of some signature."""
+    context = Context(
+        mode="1", features=frozenset(), facts={}, counters=Counters(FIX.counters), log=logging.getLogger("vllm")
+    )
+    with stand_ins():
+        schedule = settle_step(original, context)
+    manager_class = type("Manager", (SimpleNamespace,), {"allocate_slots": lambda manager, request: None})
+    manager = manager_class(enable_caching=True, log_stats=True, prefix_cache_stats=Stats())
+    adopt(manager, context, by_steps=by_steps)
+    return SimpleNamespace(kv_cache_manager=manager, running=[], connector=None), schedule
+
+
+def takes_the_scheduler_only(scheduler: Any) -> Any:
+    return (), {}
+
+
+def takes_what_that_of_0_26_does(scheduler: Any, throttle_prefills: bool = False) -> Any:
+    return (throttle_prefills,), {}
+
+
+def takes_the_arguments(*args: Any) -> Any:
+    return args[1:], {}
+
+
+def takes_anything(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def takes_something_else(scheduler: Any, budget: int = 7, *, throttle_prefills: Any = False) -> Any:
+    return (budget, throttle_prefills), {}
+
+
+@pytest.mark.parametrize(
+    ("original", "args", "kwargs", "reaches"),
+    [
+        (takes_the_scheduler_only, (), {}, ((), {})),
+        (takes_the_arguments, (1, 2), {}, ((1, 2), {})),
+        (takes_what_that_of_0_26_does, (), {}, ((False,), {})),
+        (takes_what_that_of_0_26_does, (True,), {}, ((True,), {})),
+        (takes_what_that_of_0_26_does, (None,), {}, ((None,), {})),
+        (takes_what_that_of_0_26_does, (), {"throttle_prefills": True}, ((True,), {})),
+        (takes_anything, (1, 2), {"more": 3}, ((1, 2), {"more": 3})),
+        (takes_anything, (), {}, ((), {})),
+        (takes_something_else, (), {}, ((7, False), {})),
+        (takes_something_else, (8,), {"throttle_prefills": True}, ((8, True), {})),
+    ],
+)
+def test_what_a_step_is_told_reaches_it(original: Any, args: Any, kwargs: Any, reaches: Any) -> None:
+    """Catches a wrapper that takes less than what it is over."""
+    for by_steps in (True, False):
+        scheduler, schedule = stepping(original, by_steps)
+        for _ in range(2):  # the first step of a manager goes another way than those after it
+            assert schedule(scheduler, *args, **kwargs) == reaches
+
+
+@pytest.mark.parametrize("original", [takes_the_scheduler_only, takes_what_that_of_0_26_does])
+def test_a_step_that_is_told_too_much_raises_as_released(original: Any) -> None:
+    scheduler, schedule = stepping(original, by_steps=True)
+    for args, kwargs in (((1, 2), {}), ((), {"budget": 1})):
+        with pytest.raises(TypeError):
+            schedule(scheduler, *args, **kwargs)
+    assert scheduler.kv_cache_manager._kvmend_step is None
 
 
 # Whose admissions are settled at the end of a step, and whose one by one -------------------------------------------
