@@ -1,13 +1,16 @@
 """What a `schedule()` of vLLM costs with kvmend, relative to one without, and to one of a natively fixed release.
 
-Run as `python -m bench.vllm_overhead [--out FOLDER] [--native PYTHON] [--rounds FILE]` in `integration_tests`, with an
-interpreter that has an affected vLLM; `PYTHON` is one that has vLLM 0.27 or later, and `FILE` gets every round, for
-pyperf to look at. Only ratios mean anything: there is no model, so that a step here is all scheduler. Each case is
-measured in many sets of fresh processes, two without kvmend and two with it, in turns; see `vllm_steps` for the cases.
-Two processes of the same differ by a per cent or two in how their memory happens to lie: a set compares the mean of the
-two with that of the other two, and one of those without against the other shows how far they lie apart. Prompts have
-1,025 tokens, half of which are found in the cache, as nine in ten of a production trace have more than 981. What kvmend
-adds does not depend on them: rows with the smallest prompts, 33 tokens, have no target, and show the most it can be.
+Run as `python -m bench.vllm_overhead [--out FOLDER] [--native PYTHON] [--rounds FILE] [--add FILE] [--sets N]` in
+`integration_tests`, with an interpreter that has an affected vLLM; `PYTHON` is one that has vLLM 0.27 or later. The
+file of `--rounds` gets every round, for pyperf to look at; those of an earlier run, of the same code on the same
+machine, are counted too with `--add`, where one run leaves open whether a target is met.
+
+Only ratios mean anything: there is no model, so that a step here is all scheduler. Each case is measured in many sets
+of fresh processes, two without kvmend and two with it, in turns; see `vllm_steps` for the cases. Two processes of the
+same differ by a per cent or two in how their memory happens to lie: a set compares the mean of the two with that of the
+other two, and one of those without against the other shows how far they lie apart. Prompts have 1,025 tokens, half of
+which are found in the cache, as nine in ten of a production trace have more than 981. What kvmend adds does not depend
+on them: rows with the smallest prompts, 33 tokens, have no target, and show the most it can be.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Listener
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from bench.measuring import Ratio, Report, arguments, compare, finish, pooled, row
-from bench.rounds import write_rounds
+from bench.rounds import read_rounds, write_rounds
 from bench.vllm_steps import CASES, SMALLEST, Order
 
 TARGET = 1.01
@@ -131,6 +135,29 @@ def ratios(figures: dict[str, list[float]]) -> dict[str, Ratio]:
     return found | ({"native": compare(without, micro["native"])} if "native" in micro else {})
 
 
+def by_treatment(case: str, rounds: dict[str, list[list[float]]]) -> dict[str, list[Ratio]]:
+    """The ratios of every set, by treatment, from the rounds of every process.
+
+    Args:
+        case: The case with its number of requests, as in `rounds`.
+        rounds: Case and treatment, with ": " between, to the processes and each one's seconds per step.
+
+    Raises:
+        SystemExit: There is none of the case, or there are fewer processes of one treatment than of another.
+    """
+    found = {name.removeprefix(f"{case}: "): each for name, each in rounds.items() if name.startswith(f"{case}: ")}
+    if missing := [each for each in _TREATMENTS if each not in found]:
+        raise SystemExit(f"{case}: no rounds of {', '.join(missing)}")
+    if len({len(processes) for processes in found.values()}) > 1:
+        number = {name: len(processes) for name, processes in found.items()}
+        raise SystemExit(f"{case}: as many processes of each treatment are expected, and there are {number}")
+    ratios_: dict[str, list[Ratio]] = {}
+    for processes in zip(*found.values(), strict=True):
+        for name, ratio in ratios(dict(zip(found, processes, strict=True))).items():
+            ratios_.setdefault(name, []).append(ratio)
+    return ratios_
+
+
 def _means(one: list[float], other: list[float]) -> list[float]:
     return [sum(pair) / 2 for pair in zip(one, other, strict=True)]
 
@@ -150,15 +177,21 @@ def main() -> int:
     parser.add_argument("--case", choices=EVERY, action="append", help="only this one; may be repeated")
     parser.add_argument("--requests", type=int, choices=SIZES, action="append", help="only so many; may be repeated")
     parser.add_argument("--rounds", metavar="FILE", type=Path, help="write every round there, for pyperf to look at")
+    parser.add_argument("--add", metavar="FILE", type=Path, action="append", default=[], help="count these rounds too")
+    parser.add_argument("--sets", metavar="N", type=int, help=f"sets of processes, {_SETS} if not said; 0 with --add")
     options = parser.parse_args()
     sets, share = (2, 0.0) if options.quick else (_SETS, 1.0)
+    if options.sets is not None:
+        sets = options.sets
+    if sets < (0 if options.add else 1):
+        parser.error(f"--sets is {sets}, and has to be 1 or more, or 0 with --add")
     pythons = {"affected": sys.executable}
     if options.native:
         pythons["native"] = options.native
     cases = [(case, number) for case in options.case or EVERY for number in options.requests or SIZES]
-    runs: dict[tuple[str, int, str], list[Ratio]] = {}
     rounds: dict[str, list[list[float]]] = {}
-    cores = sorted(os.sched_getaffinity(0))[-sets:]
+    noting = Lock()
+    cores = sorted(os.sched_getaffinity(0))[:sets]
 
     def take(core: int) -> None:
         """Every so manyth set, on a core of its own."""
@@ -167,21 +200,24 @@ def main() -> int:
             for case, requests in (each for each in cases for _ in range(_TIMES.get(each[1], 1))):
                 print(f"  set {number + 1} of {sets}: {case}, {requests} requests", file=sys.stderr, flush=True)
                 figures = measured(fleet, case, requests, share * _SECONDS[case.removesuffix(SMALLEST)])
-                for name, found in figures.items():
-                    rounds.setdefault(f"{case}, {requests} requests: {name}", []).append(found)
-                for name, ratio in ratios(figures).items():
-                    runs.setdefault((case, requests, name), []).append(ratio)
+                with noting:  # the processes of a set stand at the same place under each name
+                    for name, found in figures.items():
+                        rounds.setdefault(f"{case}, {requests} requests: {name}", []).append(found)
         fleet.end()
 
-    with tempfile.TemporaryDirectory(prefix="kvmend-bench-") as folder, ThreadPoolExecutor() as threads:
+    with tempfile.TemporaryDirectory(prefix="kvmend-bench-") as folder, ThreadPoolExecutor(len(cores) or 1) as threads:
         for _ in threads.map(take, cores):
             pass
     if options.rounds:
         write_rounds(options.rounds, rounds)
+    for path in options.add:
+        for name, processes in read_rounds(path).items():
+            rounds.setdefault(name, []).extend(processes)
+    runs = {(case, requests): by_treatment(f"{case}, {requests} requests", rounds) for case, requests in cases}
     report = Report("vllm_overhead")
-    for name in [each for each in LABELS if (*cases[0], each) in runs]:
-        for case, requests in cases:
-            ratio = pooled(runs[case, requests, name])
+    for name in LABELS:
+        for case, requests in [each for each in cases if name in runs[each]]:
+            ratio = pooled(runs[case, requests][name])
             # From the ratio: medians of either side lie further apart than pairs do on a busy machine.
             each = (ratio.median - 1) * ratio.without / requests * 1000
             target = target_of(case, name)

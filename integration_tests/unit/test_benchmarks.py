@@ -251,7 +251,47 @@ def test_without_pyperf_the_file_that_was_asked_for_is_named(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "pyperf", None)
     with pytest.raises(SystemExit, match=r"rounds\.json cannot be written: pyperf is not installed"):
         rounds.write_rounds(tmp_path / "rounds.json", {"decode: with": [[0.25]]})
+    with pytest.raises(SystemExit, match=r"rounds\.json cannot be read: pyperf is not installed"):
+        rounds.read_rounds(tmp_path / "rounds.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_rounds_that_were_written_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("pyperf")
+    written = {"decode, 10 requests: with": [[0.25, 0.5], [0.75]], "decode, 10 requests: without": [[1.0, 1.5], [2.0]]}
+    rounds.write_rounds(tmp_path / "rounds.json", written)
+    assert rounds.read_rounds(tmp_path / "rounds.json") == written
+    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
+    for name in ("other.json", "none.json"):
+        with pytest.raises(
+            SystemExit, match=f"{name} cannot be read: .*; a file that --rounds has written is expected"
+        ):
+            rounds.read_rounds(tmp_path / name)
+
+
+def test_rounds_of_several_runs_are_told_together_set_by_set() -> None:
+    case = "decode, 10 requests"
+    one = {"without": [1.0], "without again": [1.0], "with": [2.0], "with again": [2.0]}
+    found = {f"{case}: {name}": [each, [3.0]] for name, each in one.items()}
+    told = vllm_overhead.by_treatment(case, found | {"decode, 100 requests: with": [[9.0]]})
+    assert {name: [ratio.median for ratio in each] for name, each in told.items()} == {
+        "with": [2.0, 1.0],
+        "without again": [1.0, 1.0],
+    }
+    with pytest.raises(SystemExit, match="decode, 100 requests: no rounds of without, without again, with again"):
+        vllm_overhead.by_treatment("decode, 100 requests", {"decode, 100 requests: with": [[9.0]]})
+    with pytest.raises(SystemExit, match="decode, 10 requests: as many processes of each treatment are expected"):
+        vllm_overhead.by_treatment(case, found | {f"{case}: with": [[9.0]]})
+
+
+@pytest.mark.parametrize("sets", ["0", "-1"])
+def test_a_number_of_sets_that_measures_nothing_is_refused(
+    sets: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vllm_overhead", "--sets", sets])
+    with pytest.raises(SystemExit):
+        vllm_overhead.main()
+    assert f"--sets is {sets}, and has to be 1 or more, or 0 with --add" in capsys.readouterr().err
 
 
 def test_a_set_compares_the_mean_of_two_processes_with_that_of_two_others() -> None:
