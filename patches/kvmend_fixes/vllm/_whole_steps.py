@@ -21,10 +21,6 @@ _counts_of: Callable[[Any], tuple[int, ...]] = operator.attrgetter(*_COUNTS)
 #: In the place of the last request when none has been looked up in a step yet.
 _NOBODY = SimpleNamespace(num_computed_tokens=1, skip_reading_prefix_cache=True)
 
-#: Statistics at the first lookup of a step, None if they have been handed out since, and their values before it; then
-#: how many requests were running, and the last of them or None.
-Opened = tuple[Any, tuple[int, ...], int, Any]
-
 
 def goes_on(scheduler: Any) -> bool:
     """Whether a scheduler's loop may go on after a lookup that led to nothing.
@@ -41,7 +37,9 @@ def goes_on(scheduler: Any) -> bool:
 def open_step(manager: Any, scheduler: Any, plain: Any) -> bool:
     """The first lookup of a step is about to be made; whether it and the others may count at once.
 
-    Nothing has been admitted yet, and steps without a lookup, which are most, need not look at what is running.
+    Nothing has been admitted yet, and steps without a lookup, which are most, need not look at what is running. The
+    manager's `_kvmend_opened` is the statistics, None once they have been handed out, and their values before the
+    lookup; then how many requests are running, and the last of them or None.
 
     Args:
         manager: The manager.
