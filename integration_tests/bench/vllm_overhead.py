@@ -6,11 +6,14 @@ file of `--rounds` gets every round, for pyperf to look at; those of an earlier 
 machine, are counted too with `--add`, where one run leaves open whether a target is met.
 
 Only ratios mean anything: there is no model, so that a step here is all scheduler. Each case is measured in many sets
-of fresh processes, two without kvmend and two with it, in turns; see `vllm_steps` for the cases. Two processes of the
-same differ by a per cent or two in how their memory happens to lie: a set compares the mean of the two with that of the
-other two, and one of those without against the other shows how far they lie apart. Prompts have 1,025 tokens, half of
-which are found in the cache, as nine in ten of a production trace have more than 981. What kvmend adds does not depend
-on them: rows with the smallest prompts, 33 tokens, have no target, and show the most it can be.
+of fresh processes, two without kvmend and two with it, in turns; see `vllm_steps` for the cases. A machine changes its
+pace within tens of milliseconds, by half where memory is what a step waits for: a step that takes as long is taken by
+all processes of a set at once, on one core, so that they share each moment's pace, and what counts is the CPU time that
+each took. Two processes of the same differ by a per cent or two in how their memory happens to lie: a set compares the
+mean of the two with that of the other two, and one of those without against the other shows how far they lie apart.
+Prompts have 1,025 tokens, half of which are found in the cache, as nine in ten of a production trace have more than
+981. What kvmend adds does not depend on them: rows with the smallest prompts, 33 tokens, have no target, and show the
+most it can be.
 """
 
 from __future__ import annotations
@@ -42,14 +45,16 @@ LABELS = {
 }
 #: What is in place in the processes of a set, beside the natively fixed release.
 _TREATMENTS = ("without", "without again", "with", "with again")
-#: Requests in a block: so many that it takes milliseconds, and so few that a pair was taken within a moment. A busy
-#: machine changes its pace within tens of milliseconds, so many small pairs say more than a few large ones.
+#: Requests in a block: so many that it takes milliseconds, and so few that a pair was taken within a moment. A machine
+#: changes its pace within tens of milliseconds, so many small pairs say more than a few large ones. A block that is a
+#: single step may take longer than that: then all processes do theirs together on the one core, which the system gives
+#: them in turns of a few milliseconds, and each is asked what CPU time it took.
 _BLOCK = {"deferred": 300, "admitted": 20, "decode": 300}
 #: Sets of processes, and seconds for a case in a set. As processes of the same differ, many short sets say more than a
 #: few long ones. An admission takes four times as long outside the clock as inside.
 _SETS = 16
 _SECONDS = {"deferred": 3.0, "admitted": 4.0, "decode": 3.0}
-_LEAST_ROUNDS = 4
+_LEAST_ROUNDS = 6
 #: A set takes the smallest size twice, each time in fresh processes: there one per cent is a microsecond.
 _TIMES = {SIZES[0]: 2}
 
@@ -105,23 +110,38 @@ def measured(fleet: Fleet, case: str, requests: int, seconds: float) -> dict[str
     """
     turns = [("affected", treatment) for treatment in _TREATMENTS]
     turns += [("native", "without")] if "native" in fleet.hosts else []
-    chance = random.Random()
-    children = {turn: fleet.child(turn[0], Order(case, requests, turn[1])) for turn in chance.sample(turns, len(turns))}
-    figures: dict[str, list[float]] = {_name(*turn): [] for turn in turns}
     steps = max(1, _BLOCK[case.removesuffix(SMALLEST)] // requests)
+    together = steps == 1
+    chance = random.Random()
+    children = {}
+    for turn in chance.sample(turns, len(turns)):
+        children[turn] = fleet.child(turn[0], Order(case, requests, turn[1], together))
+    figures: dict[str, list[float]] = {_name(*turn): [] for turn in turns}
     end = time.monotonic() + seconds
     number = -2
     while (number := number + 1) < _LEAST_ROUNDS or time.monotonic() < end:
         # By chance: what a block leaves in the processor's caches, the next one has.
-        for turn in chance.sample(turns, len(turns)):
-            children[turn].send(steps)
-            figure = children[turn].recv()
-            if number >= 0:
+        order = chance.sample(turns, len(turns))
+        for group in [order] if together else [[turn] for turn in order]:
+            found = block_of_each([children[turn] for turn in group], steps, together)
+            for turn, figure in zip(group, found, strict=True) if number >= 0 else ():
                 figures[_name(*turn)].append(figure)
     for child in children.values():
         child.send(None)
         child.close()
     return figures
+
+
+def block_of_each(children: list[Any], steps: int, together: bool) -> list[float]:
+    """Has each child do a block, and returns their seconds per step; together, they begin when all are ready to."""
+    for child in children:
+        child.send(steps)
+    if together:
+        for child in children:
+            child.recv()
+        for child in children:
+            child.send("begin")
+    return [child.recv() for child in children]
 
 
 def ratios(figures: dict[str, list[float]]) -> dict[str, Ratio]:

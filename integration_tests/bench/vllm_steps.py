@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import inspect
 import os
 import sys
 import time
@@ -43,11 +44,13 @@ class Order:
             if `SMALLEST` is added.
         requests: Number of requests in the step.
         treatment: What is in place.
+        together: Whether a step waits, when everything for it is ready, until it is told to begin.
     """
 
     case: str
     requests: int
     treatment: str
+    together: bool = False
 
 
 def main() -> None:
@@ -78,6 +81,7 @@ def first_scheduler() -> None:
 
 def serve(order: Order) -> None:
     """A child: makes what is ordered, then times a block whenever it is asked to."""
+    global _before_step
     with Client(sys.argv[1]) as parent:
         try:
             put = treatments()
@@ -89,8 +93,16 @@ def serve(order: Order) -> None:
         except Exception as error:  # a child that only dies would leave the parent waiting
             parent.send(f"{type(error).__name__}: {error}")
             return
+        if order.together:
+            _before_step = functools.partial(_wait, parent)
         while (steps := parent.recv()) is not None:
             parent.send(block(steps))
+
+
+def _wait(parent: Any) -> None:
+    """Tells the parent that a step is ready to begin, and waits for its word."""
+    parent.send("ready")
+    parent.recv()
 
 
 def treatments() -> Callable[[str], None]:
@@ -128,12 +140,12 @@ def deferred(case: str, requests: int) -> Callable[[int], float]:
     connector = world.scheduler.connector
     connector.get_num_new_matched_tokens = lambda request, tokens: (0, False)
     world.add(1)  # leaves in the cache what the others find
-    world.finish(world.scheduler.schedule())
+    world.finish(world.schedule())
     connector.get_num_new_matched_tokens = lambda request, tokens: (None, False)
     world.add(requests)
 
     def step() -> float:
-        seconds, output = timed(world.scheduler.schedule)
+        seconds, output = timed(world.schedule)
         assert not output.num_scheduled_tokens
         return seconds
 
@@ -146,7 +158,7 @@ def admitted(case: str, requests: int) -> Callable[[int], float]:
 
     def step() -> float:
         world.add(requests)
-        seconds, output = timed(world.scheduler.schedule)
+        seconds, output = timed(world.schedule)
         assert len(output.num_scheduled_tokens) == requests
         world.finish(output)
         return seconds
@@ -162,8 +174,8 @@ def decode(case: str, requests: int) -> Callable[[int], float]:
         missing = requests - len(world.scheduler.running)
         if missing:
             world.add(missing)
-            world.feed(world.scheduler.schedule())
-        seconds, output = timed(world.scheduler.schedule)
+            world.feed(world.schedule())
+        seconds, output = timed(world.schedule)
         assert output.total_num_scheduled_tokens == requests
         world.feed(output)
         return seconds
@@ -194,6 +206,7 @@ class World:
             max_num_batched_tokens=max(8192, requests * 2 * self._prompt),
             connector=connector,
         )
+        self._throttles = "throttle_prefills" in inspect.signature(self.scheduler.schedule).parameters
 
     def add(self, requests: int) -> None:
         """New requests in the waiting queue: what is found is shared by all, the rest is the request's own."""
@@ -206,6 +219,10 @@ class World:
             )
             self.scheduler.add_request(request)
 
+    def schedule(self) -> Any:
+        """A step, called as the engine core of the release calls it."""
+        return self.scheduler.schedule(False) if self._throttles else self.scheduler.schedule()
+
     def feed(self, output: Any) -> None:
         """Gives every request that was scheduled its next token."""
         self._rig.finish_step(self.scheduler, output)
@@ -217,8 +234,13 @@ class World:
             self._rig.abort(self.scheduler, request_id)
 
 
+def _before_step() -> None:
+    """Is called right before a step is timed."""
+
+
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     """CPU seconds of one call on this thread, less those of the clock itself, and what it returned."""
+    _before_step()
     start = time.thread_time_ns()
     result = call()
     end = time.thread_time_ns()

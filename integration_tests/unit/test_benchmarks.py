@@ -294,6 +294,32 @@ def test_a_number_of_sets_that_measures_nothing_is_refused(
     assert f"--sets is {sets}, and has to be 1 or more, or 0 with --add" in capsys.readouterr().err
 
 
+class _Child:
+    """In the place of a connection to a process that measures: what it is asked and told, in a list that all share."""
+
+    def __init__(self, name: str, log: list[str], answers: list[Any]) -> None:
+        self._name, self._log, self._answers = name, log, answers
+
+    def send(self, message: Any) -> None:
+        self._log.append(f"{self._name} is sent {message}")
+
+    def recv(self) -> Any:
+        return self._answers.pop(0)
+
+
+def test_steps_that_last_longer_than_a_machine_keeps_its_pace_begin_when_all_processes_are_ready() -> None:
+    log: list[str] = []
+    fast, slow = _Child("fast", log, ["ready", 1.0]), _Child("slow", log, ["ready", 2.0])
+    assert vllm_overhead.block_of_each([fast, slow], 1, together=True) == [1.0, 2.0]
+    assert log == ["fast is sent 1", "slow is sent 1", "fast is sent begin", "slow is sent begin"]
+
+
+def test_shorter_steps_are_taken_without_a_word_in_between() -> None:
+    log: list[str] = []
+    assert vllm_overhead.block_of_each([_Child("one", log, [1.0])], 30, together=False) == [1.0]
+    assert log == ["one is sent 30"]
+
+
 def test_a_set_compares_the_mean_of_two_processes_with_that_of_two_others() -> None:
     figures = {
         "without": [1e-6, 3e-6],

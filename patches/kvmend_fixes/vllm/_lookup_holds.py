@@ -214,8 +214,13 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
         else:
             manager._kvmend_step = scheduler
         try:
-            # Without arguments, as it is nearly always called, by the cheaper way of calling.
-            output = original(scheduler, *args, **kwargs) if args or kwargs else original(scheduler)
+            # Without arguments, or with one from 0.25 on, as engine cores call it, by the cheaper way of calling.
+            if kwargs or len(args) > 1:
+                output = original(scheduler, *args, **kwargs)
+            elif args:
+                output = original(scheduler, args[0])
+            else:
+                output = original(scheduler)
         except BaseException:
             abandon_step(manager, counters)
             raise
