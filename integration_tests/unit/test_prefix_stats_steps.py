@@ -566,6 +566,19 @@ def takes_the_arguments(*args: Any) -> Any:
     return args[1:], {}
 
 
+class Uninspectable:
+    """In the place of a function that is not written in Python, and does not say what it takes."""
+
+    __name__ = __qualname__ = "schedule"
+
+    @property
+    def __signature__(self) -> Any:
+        raise ValueError("no signature found")
+
+    def __call__(self, scheduler: Any, *args: Any) -> Any:
+        return args, {}
+
+
 def takes_anything(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     return args, kwargs
 
@@ -583,6 +596,7 @@ def takes_something_else(scheduler: Any, budget: int = 7, *, throttle_prefills: 
         (takes_what_that_of_0_26_does, (True,), {}, ((True,), {})),
         (takes_what_that_of_0_26_does, (None,), {}, ((None,), {})),
         (takes_what_that_of_0_26_does, (), {"throttle_prefills": True}, ((True,), {})),
+        (Uninspectable(), (1, 2), {}, ((1, 2), {})),
         (takes_anything, (1, 2), {"more": 3}, ((1, 2), {"more": 3})),
         (takes_anything, (), {}, ((), {})),
         (takes_something_else, (), {}, ((7, False), {})),

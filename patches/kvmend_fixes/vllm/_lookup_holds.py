@@ -34,6 +34,8 @@ INLINE = "inline-lookup"
 _LOOKUP = ["KVCacheManager", "get_computed_blocks"]
 #: What the end of a step is known by, among everything that a scheduler's `schedule()` calls.
 _ENDS_STEP = "kvmend_ends_step"
+#: What a `schedule()` is told that is called without arguments.
+_UNTOLD = object()
 
 
 def hold_lookup(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
@@ -197,50 +199,71 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
             manager._kvmend_carries = carries
         return carries
 
-    @functools.wraps(original)
-    def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        manager = scheduler.kv_cache_manager
-        try:
-            carries = manager._kvmend_carries
-        except AttributeError:
-            carries = None
-        if carries is None and (carries := prepare(scheduler, manager)) is None:
-            return original(scheduler, *args, **kwargs)
-        last = None
-        if carries:
-            running = scheduler.running
-            last = running[-1] if running else None
-            manager._kvmend_step = True
-        else:
-            manager._kvmend_step = scheduler
-        try:
-            # Without arguments, or with one from 0.25 on, as engine cores call it, by the cheaper way of calling.
-            if kwargs or len(args) > 1:
-                output = original(scheduler, *args, **kwargs)
-            elif args:
-                output = original(scheduler, args[0])
-            else:
-                output = original(scheduler)
-        except BaseException:
-            abandon_step(manager, counters)
-            raise
-        step, manager._kvmend_step = manager._kvmend_step, None
-        looked_up = manager._kvmend_last
-        if step is not True:
-            if looked_up is not None:
-                close_step(manager, looked_up, scheduler.running, output, counters)
-            return output
-        manager._kvmend_last = None
-        running = scheduler.running
-        if looked_up is not None and looked_up.status is loading:
-            settle_load(manager, looked_up, counters)
-        # The last one may have been preempted before, and be looked up and the last again.
-        again = looked_up is not None and getattr(last, "_kvmend_lookup", None) is not None
-        if running and (again or running[-1] is not last):
-            settle_admitted(running, last, manager.prefix_cache_stats, counters, plain)
-        return output
+    def step_of(vllms: Callable[..., Any]) -> Callable[..., Any]:
+        """A step, of what takes a scheduler and, if that is told anything, what."""
 
+        def schedule(scheduler: Any, throttle_prefills: Any = _UNTOLD) -> Any:
+            manager = scheduler.kv_cache_manager
+            try:
+                carries = manager._kvmend_carries
+            except AttributeError:
+                carries = None
+            if carries is None and (carries := prepare(scheduler, manager)) is None:
+                return vllms(scheduler) if throttle_prefills is _UNTOLD else vllms(scheduler, throttle_prefills)
+            last = None
+            if carries:
+                running = scheduler.running
+                last = running[-1] if running else None
+                manager._kvmend_step = True
+            else:
+                manager._kvmend_step = scheduler
+            try:
+                output = vllms(scheduler) if throttle_prefills is _UNTOLD else vllms(scheduler, throttle_prefills)
+            except BaseException:
+                abandon_step(manager, counters)
+                raise
+            step, manager._kvmend_step = manager._kvmend_step, None
+            looked_up = manager._kvmend_last
+            if step is not True:
+                if looked_up is not None:
+                    close_step(manager, looked_up, scheduler.running, output, counters)
+                return output
+            manager._kvmend_last = None
+            running = scheduler.running
+            if looked_up is not None and looked_up.status is loading:
+                settle_load(manager, looked_up, counters)
+            # The last one may have been preempted before, and be looked up and the last again.
+            again = looked_up is not None and getattr(last, "_kvmend_lookup", None) is not None
+            if running and (again or running[-1] is not last):
+                settle_admitted(running, last, manager.prefix_cache_stats, counters, plain)
+            return output
+
+        return schedule
+
+    schedule = step_of(original) if _is_told_what_vllms_is(original) else _told_anything(original, step_of)
     setattr(schedule, _ENDS_STEP, True)
+    return functools.wraps(original)(schedule)
+
+
+def _is_told_what_vllms_is(original: Callable[..., Any]) -> bool:
+    """Whether a `schedule()` takes what vLLM's own does, which is nothing, or one argument from 0.25 on."""
+    try:
+        parameters = inspect.signature(original, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        return False
+    names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return len(names) == len(parameters) and names[1:] in ([], ["throttle_prefills"])
+
+
+def _told_anything(
+    original: Callable[..., Any], step_of: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A step that takes whatever it is told, by a way of calling that costs more."""
+    step = step_of(lambda scheduler, told: original(scheduler, *told[0], **told[1]))
+
+    def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        return step(scheduler, (args, kwargs))
+
     return schedule
 
 
