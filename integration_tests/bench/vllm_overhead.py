@@ -62,6 +62,8 @@ _TIMES = {SIZES[0]: 2}
 class Fleet:
     """Processes that have vLLM imported and fork what is measured.
 
+    Each set has its own: where they have put what they imported, all that they fork has it.
+
     Args:
         pythons: Name to interpreter, one process each.
         folder: For the sockets.
@@ -215,15 +217,15 @@ def main() -> int:
 
     def take(core: int) -> None:
         """Every so manyth set, on a core of its own."""
-        fleet = Fleet(pythons, Path(folder) / str(core), core)
         for number in range(cores.index(core), sets, len(cores)):
+            fleet = Fleet(pythons, Path(folder) / str(number), core)
             for case, requests in (each for each in cases for _ in range(_TIMES.get(each[1], 1))):
                 print(f"  set {number + 1} of {sets}: {case}, {requests} requests", file=sys.stderr, flush=True)
                 figures = measured(fleet, case, requests, share * _SECONDS[case.removesuffix(SMALLEST)])
                 with noting:  # the processes of a set stand at the same place under each name
                     for name, found in figures.items():
                         rounds.setdefault(f"{case}, {requests} requests: {name}", []).append(found)
-        fleet.end()
+            fleet.end()
 
     with tempfile.TemporaryDirectory(prefix="kvmend-bench-") as folder, ThreadPoolExecutor(len(cores) or 1) as threads:
         for _ in threads.map(take, cores):
