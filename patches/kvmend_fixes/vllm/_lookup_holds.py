@@ -170,12 +170,21 @@ def _is_upstreams(original: Callable[..., Any]) -> bool:
 
     One that hides that it wraps has not the name of the method of the class.
     """
-    parameters = inspect.signature(original, follow_wrapped=False).parameters.values()
     return (
         not hasattr(original, "__wrapped__")
         and getattr(original, "__qualname__", "").split(".")[-2:] == _LOOKUP
-        and [each.kind for each in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
+        and len(_plain_parameters(original) or ()) == 2
     )
+
+
+def _plain_parameters(function: Callable[..., Any]) -> list[str] | None:
+    """Names of a function's own parameters if each can be given by position and by name; else None."""
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        return None
+    plain = all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
+    return [each.name for each in parameters] if plain else None
 
 
 def settle_step(original: Callable[..., Any], context: Context) -> Callable[..., Any]:
@@ -200,7 +209,7 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
         return carries
 
     def step_of(vllms: Callable[..., Any]) -> Callable[..., Any]:
-        """A step, of what takes a scheduler and, if that is told anything, what."""
+        """A step, of a function that takes a scheduler, and if the step is told anything, what it is told."""
 
         def schedule(scheduler: Any, throttle_prefills: Any = _UNTOLD) -> Any:
             manager = scheduler.kv_cache_manager
@@ -240,19 +249,12 @@ def settle_step(original: Callable[..., Any], context: Context) -> Callable[...,
 
         return schedule
 
-    schedule = step_of(original) if _is_told_what_vllms_is(original) else _told_anything(original, step_of)
+    # vLLM's own takes nothing, or from 0.25 on one argument.
+    takes = _plain_parameters(original)
+    as_vllms = takes is not None and takes[1:] in ([], ["throttle_prefills"])
+    schedule = step_of(original) if as_vllms else _told_anything(original, step_of)
     setattr(schedule, _ENDS_STEP, True)
     return functools.wraps(original)(schedule)
-
-
-def _is_told_what_vllms_is(original: Callable[..., Any]) -> bool:
-    """Whether a `schedule()` takes what vLLM's own does, which is nothing, or one argument from 0.25 on."""
-    try:
-        parameters = inspect.signature(original, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):  # it is not written in Python
-        return False
-    names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    return len(names) == len(parameters) and names[1:] in ([], ["throttle_prefills"])
 
 
 def _told_anything(
